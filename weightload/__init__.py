@@ -1,0 +1,84 @@
+"""weightload replaces the weights of a live model, and proves that it did it right.
+
+A :class:`WeightLoadSession` owns one load of one model, from ``prepare`` to ``finish`` or
+``abort``. Nothing here imports vLLM; ``weightload.vllm`` is the adapter for it.
+"""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from weightload.errors import (
+    CheckpointError,
+    CheckpointFileError,
+    DuplicateWeightError,
+    IncompleteLoadError,
+    InvalidTransitionError,
+    ModelBusyError,
+    ModelError,
+    ModelPoisonedError,
+    ProcessingError,
+    SessionMisnestedError,
+    StorageChangedError,
+    UnclassifiedModuleError,
+    UnexpectedWeightError,
+    UnsupportedError,
+    UsageError,
+    WeightLoadError,
+    WeightMismatchError,
+)
+from weightload.framework import Framework, default_registry
+from weightload.lifecycle import abort_reload, finish_reload, start_reload
+from weightload.ownership import (
+    Poison,
+    current_session,
+    open_session,
+    poison_of,
+    require_usable,
+    weights_version,
+)
+from weightload.receipt import Receipt
+from weightload.registry import ModuleRegistry, ModuleRule, Role
+from weightload.session import WeightLoadSession
+from weightload.states import SessionState
+
+try:
+    __version__ = version("weightload")
+except PackageNotFoundError:  # used from a source tree that is not installed
+    __version__ = "0+unknown"
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointFileError",
+    "DuplicateWeightError",
+    "Framework",
+    "IncompleteLoadError",
+    "InvalidTransitionError",
+    "ModelBusyError",
+    "ModelError",
+    "ModelPoisonedError",
+    "ModuleRegistry",
+    "ModuleRule",
+    "Poison",
+    "ProcessingError",
+    "Receipt",
+    "Role",
+    "SessionMisnestedError",
+    "SessionState",
+    "StorageChangedError",
+    "UnclassifiedModuleError",
+    "UnexpectedWeightError",
+    "UnsupportedError",
+    "UsageError",
+    "WeightLoadError",
+    "WeightLoadSession",
+    "WeightMismatchError",
+    "__version__",
+    "abort_reload",
+    "current_session",
+    "default_registry",
+    "finish_reload",
+    "open_session",
+    "poison_of",
+    "require_usable",
+    "start_reload",
+    "weights_version",
+]

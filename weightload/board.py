@@ -1,0 +1,545 @@
+"""The working state of one open session: what is watched, what has arrived, what is ready."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+from torch import nn
+
+from weightload.errors import (
+    DuplicateWeightError,
+    IncompleteLoadError,
+    StorageChangedError,
+    UnsupportedError,
+    WeightMismatchError,
+    name_some,
+)
+from weightload.framework import Framework
+from weightload.intake import Intake
+from weightload.layer import Entry, Hook, Staging, Unit, build_units
+from weightload.ledger import Region, RegionLedger, full_region
+from weightload.observer import Watched, WriteObserver
+from weightload.record import (
+    HookRecording,
+    Slot,
+    StagedSlot,
+    make_record,
+    record_of,
+    scope_of,
+    slots_of,
+)
+from weightload.registry import Role
+from weightload.storage import Fingerprint, TensorSpec, new_group, select, storage_key
+
+if TYPE_CHECKING:
+    from weightload.session import WeightLoadSession
+
+__all__ = ["Board"]
+
+
+@attrs.define
+class Counts:
+    """Numbers for the receipt."""
+
+    bytes_written: int = 0
+    bytes_committed: int = 0
+    tensors_in_place: int = 0
+    tensors_staged: int = 0
+    tensors_checked: int = 0
+    tensors_derived: int = 0
+    tensors_moved: int = 0
+    hooks_run: int = 0
+    staging_peak_bytes: int = 0
+
+
+class Board:
+    """Listens to the observer and keeps the ledgers; see the session for the order of things."""
+
+    def __init__(
+        self,
+        *,
+        session: WeightLoadSession,
+        framework: Framework,
+        modules: dict[str, nn.Module],
+        intake: Intake,
+        initial: bool,
+        atomic: bool,
+        allow_missing: Iterable[str] = (),
+    ) -> None:
+        self.framework = framework
+        self.modules = modules
+        self.observer = WriteObserver(self)
+        self.hooks: list[Hook] = []
+        self.units: list[Unit] = []
+        self._session = session
+        self._intake = intake
+        self._initial = initial
+        self._atomic = atomic and not initial
+        self._allow_missing = tuple(allow_missing)
+        self._members: dict[int, Unit] = {}
+        self._entries: list[Entry] = []
+        self._by_tensor: dict[int, Entry] = {}
+        self._by_watched: dict[int, Entry] = {}
+        self._stagings: dict[int, Staging] = {}
+        self._closed: dict[int, Entry] = {}
+        self._ready: dict[int, Unit] = {}
+        self._trial: Intake | None = None
+        self._marks: list[tuple[str, Slot, Fingerprint]] = []
+        self._touched: list[Slot] = []
+        self._aliases: list[list[tuple[Slot, TensorSpec]]] = []
+        self._staging_now = 0
+        self._counts = Counts()
+
+    # ------------------------------------------------------------------ opening
+
+    def open(self) -> None:
+        """Find hooks and units, fingerprint, park, and start to watch."""
+        for name, module in self.modules.items():
+            record = record_of(module)
+            if record is not None and record.copied:
+                raise UnsupportedError(
+                    f"Module {name!r} is a copy of a loaded module: what its first processing did "
+                    f"belongs to the original. Load the original, or make the copy before the "
+                    f"first load.",
+                    module=name,
+                )
+            self.hooks += [
+                Hook(name=name, module=module, rule=rule)
+                for rule in self.framework.registry.rules_for(module, name)
+            ]
+        order = list(Role)
+        self.hooks.sort(key=lambda hook: order.index(hook.rule.role))
+        root = next(iter(self.modules.values()))
+        rule = self.framework.model_rule(root)
+        if rule is not None:
+            self.hooks.append(Hook(name="", module=root, rule=rule))
+        self._refuse_unrecorded()
+        self._marks = [
+            (_join(name, key), (module, section, key), Fingerprint.of(tensor))
+            for name, module in self.modules.items()
+            for section, key, tensor in slots_of(module)
+        ]
+        self.units, self._members = build_units(self.modules, self.hooks, self._also_staged())
+        placed: dict[tuple[int, str, str], tuple[torch.Tensor, Staging]] = {}
+        for unit in self.units:
+            if not self._initial or unit.changes or unit.slots:
+                placed.update(unit.park())
+        self._watch(placed)
+
+    def _refuse_unrecorded(self) -> None:
+        strange = [hook for hook in self.hooks if hook.first and not self._initial]
+        if strange:
+            names = name_some(f"{hook.name} ({hook.rule.role.value})" for hook in strange)
+            raise UnsupportedError(
+                f"Modules that have to be processed were not part of the load that made this "
+                f"model: {names}. What their hooks did is not known, so it cannot be undone. Load "
+                f"them through a session of their own first.",
+                modules=[hook.name for hook in strange[:10]],
+            )
+
+    def _also_staged(self) -> dict[int, list[StagedSlot]]:
+        """Return the tensors that are staged only because nothing live may be written yet."""
+        if not self._atomic:
+            return {}
+        shared: dict[int, int] = {}
+        found: dict[int, list[StagedSlot]] = {}
+        for module in self.modules.values():
+            record = record_of(module)
+            for section, name, tensor in slots_of(module):
+                key = storage_key(tensor)
+                if key is None or (record is not None and (section, name) in record.staged):
+                    continue
+                gaps = record.gaps.get((section, name)) if record is not None else None
+                whole = [full_region(tensor.shape)]
+                spec = TensorSpec.of(tensor, shared.setdefault(key, new_group()))
+                seeds = [
+                    (region, select(tensor, region)) for region in (whole if gaps is None else gaps)
+                ]
+                slot = StagedSlot(section=section, name=name, spec=spec, seeds=seeds)
+                found.setdefault(id(module), []).append(slot)
+        return found
+
+    def _watch(self, placed: dict[tuple[int, str, str], tuple[torch.Tensor, Staging]]) -> None:
+        for name, module in self.modules.items():
+            record = record_of(module)
+            unit = self._members.get(id(module))
+            for section, key, tensor in slots_of(module):
+                gaps = record.gaps.get((section, key)) if record is not None else None
+                entry = self._by_tensor.get(id(tensor))
+                if entry is not None:
+                    entry.names.append(_join(name, key))
+                    entry.slots.append((module, section, key))
+                    continue
+                _, staging = placed.get((id(module), section, key), (None, None))
+                entry = Entry(
+                    names=[_join(name, key)],
+                    slots=[(module, section, key)],
+                    tensor=tensor,
+                    ledger=RegionLedger(shape=tuple(tensor.shape)),
+                    gaps=None if self._initial else gaps,
+                    required=isinstance(tensor, nn.Parameter),
+                    unit=unit,
+                    staging=staging,
+                )
+                entry.watched = self.observer.watch(tensor)
+                self._entries.append(entry)
+                self._by_tensor[id(tensor)] = entry
+                if unit is not None:
+                    unit.entries.append(entry)
+                if entry.watched is not None:
+                    self._by_watched[id(entry.watched)] = entry
+                    if staging is not None:
+                        self._stagings[entry.watched.storage] = staging
+
+    # ------------------------------------------------------------------ listening
+
+    def before_touch(self, storage: int) -> None:
+        """Give a twin its memory before the first operation on it."""
+        staging = self._stagings.get(storage)
+        if staging is not None:
+            self._grow(staging.allocate())
+            return
+        entry = self._closed.get(storage)
+        if entry is not None:
+            raise DuplicateWeightError(
+                f"{self._intake.current!r} arrived after {entry.names[0]!r} was complete and "
+                f"processed: something was sent twice.",
+                name=self._intake.current,
+                parameter=entry.names[0],
+            )
+
+    def before_write(
+        self,
+        watched: Watched,
+        region: Region | None,
+        target: torch.Tensor,
+        source: torch.Tensor | None,
+    ) -> bool:
+        """Check one write, enter it into the ledger, and say whether it is to be done."""
+        entry = self._by_watched.get(id(watched))
+        if entry is None:
+            return True
+        intake = self._trial or self._intake
+        name = intake.name_of(source)
+        if source is not None:
+            self._check_copy(intake, name, entry, target, source)
+        intake.consumed(name)
+        if self._trial is not None:
+            return False
+        if entry.staging is None:
+            self._session.mark_dirty()
+        self._counts.bytes_written += target.numel() * target.element_size()
+        if region is None:
+            return True
+        other = entry.ledger.enter(region, name)
+        if other is not None and not self._initial:
+            if source is not None and torch.equal(target, source.to(target)):
+                return False
+            raise DuplicateWeightError(
+                f"{name!r} and {other!r} both fill {entry.names[0]!r} "
+                f"({' = '.join(entry.names)}), with different values.",
+                name=name,
+                other=other,
+                parameter=entry.names[0],
+            )
+        return True
+
+    def _check_copy(
+        self,
+        intake: Intake,
+        name: str | None,
+        entry: Entry,
+        target: torch.Tensor,
+        source: torch.Tensor,
+    ) -> None:
+        if source.dtype != target.dtype and name is not None:
+            intake.casts.add(name)
+        if source.numel() == target.numel():
+            return
+        fact = intake.manifest.get(name) if intake.manifest is not None and name else None
+        if self._initial or (fact is not None and fact.broadcast):
+            if name is not None:
+                intake.broadcast.add(name)
+            return
+        raise WeightMismatchError(
+            f"{name!r} brings shape {tuple(source.shape)} for a place of shape "
+            f"{tuple(target.shape)} in {entry.names[0]!r}. Tensors are never broadcast.",
+            name=name,
+            expected=tuple(target.shape),
+            found=tuple(source.shape),
+        )
+
+    def after_write(self, watched: Watched, region: Region | None) -> None:
+        """Note when the unit of a tensor is complete."""
+        entry = self._by_watched.get(id(watched))
+        if entry is None or entry.unit is None or self._initial or self._atomic:
+            return
+        if entry.complete and entry.unit.complete:
+            self._ready[id(entry.unit)] = entry.unit
+
+    def take_ready(self) -> list[Unit]:
+        """Return the units that became complete since the last call."""
+        ready, self._ready = self._ready, {}
+        return [unit for unit in ready.values() if not unit.committed]
+
+    @contextmanager
+    def rehearsal(self, trial: Intake) -> Iterator[None]:
+        """Let loaders run without any write; ``trial`` learns which names have a place."""
+        self._trial = trial
+        try:
+            yield
+        finally:
+            self._trial = None
+
+    def _grow(self, nbytes: int) -> None:
+        self._staging_now += nbytes
+        peak = max(self._counts.staging_peak_bytes, self._staging_now)
+        self._counts.staging_peak_bytes = peak
+
+    # ------------------------------------------------------------------ processing
+
+    def hook_of(self, module: nn.Module, role: Role) -> Hook | None:
+        """Return the hook of ``module`` in ``role``, or ``None``."""
+        for hook in self.hooks:
+            if hook.module is module and hook.rule.role is role:
+                return hook
+        return None
+
+    def unit_of(self, module: nn.Module) -> Unit:
+        """Return the unit that ``module`` is in; modules with hooks always are in one."""
+        return self._members[id(module)]
+
+    def run_hook(self, unit: Unit, hook: Hook) -> None:
+        """Run one hook, recorded if it is the first time."""
+        self._grow(unit.allocate())
+        self._counts.hooks_run += 1
+        if not hook.first:
+            hook.run()
+            return
+        writes = _WrittenStorages()
+        observer = WriteObserver(writes)
+        scope = scope_of(hook.module, self.framework.registry)
+        recording = HookRecording.start(scope, self._seeds_of)
+        for tensor in recording.tensors:
+            observer.watch(tensor)
+        try:
+            with observer:
+                hook.run()
+        except BaseException:
+            recording.undo()
+            raise
+        self._touched += recording.finish(hook.module, hook.rule.role, writes.keys)
+
+    def _seeds_of(self, slot: Slot) -> list[tuple[Region, torch.Tensor]]:
+        module, section, name = slot
+        tensor = vars(module)[section][name]
+        entry = self._by_tensor.get(id(tensor))
+        if entry is None or tensor.is_meta:
+            return []
+        return [(region, select(tensor, region).clone()) for region in entry.ledger.missing()]
+
+    def plan(self, unit: Unit) -> None:
+        """Work out the commit of ``unit``; changes nothing."""
+        self._grow(unit.allocate())
+        unit.plan_commit()
+
+    def commit(self, unit: Unit) -> None:
+        """Commit ``unit`` and close its tensors to further writes."""
+        entries = [entry for entry in unit.entries if entry.staging is not None]
+        count = unit.commit()
+        self._staging_now -= count.released
+        self._counts.bytes_committed += count.nbytes
+        self._counts.tensors_derived += count.derived
+        self._counts.tensors_moved += count.moved
+        for entry in entries:
+            self._stop_watching(entry)
+            left = self.observer.watch(entry.tensor)
+            if left is not None:
+                self._closed[left.storage] = entry
+
+    def _stop_watching(self, entry: Entry) -> None:
+        if entry.watched is not None:
+            self._stagings.pop(entry.watched.storage, None)
+            self._by_watched.pop(id(entry.watched), None)
+            self.observer.forget(entry.watched)
+            entry.watched = None
+
+    # ------------------------------------------------------------------ completeness
+
+    def missing(self) -> list[str]:
+        """Return the names of the tensors that this load promised and did not bring."""
+        return [
+            f"{entry.names[0]}{_described(entry)}"
+            for entry in self._entries
+            if not entry.closed and self._is_missing(entry)
+        ]
+
+    def _is_missing(self, entry: Entry) -> bool:
+        if not self._initial:
+            if entry.gaps is None:
+                return entry.required and not entry.ledger.complete()
+            return not entry.complete
+        if not (entry.required and self.framework.requires_all) or entry.ledger.touched:
+            return False
+        allowed = (
+            fnmatch.fnmatchcase(name, pattern)
+            for name in entry.names
+            for pattern in self._allow_missing
+        )
+        return math.prod(entry.ledger.shape) > 0 and not any(allowed)
+
+    def incomplete(self, names: list[str], received: int) -> IncompleteLoadError:
+        """Make the error that says what never arrived."""
+        empty = " The source was empty or exhausted." if received == 0 else ""
+        advice = ""
+        if not self._initial and self._intake.manifest is None:
+            advice = f" {self.framework.advice}"
+        return IncompleteLoadError(
+            f"{len(names)} tensors never arrived whole: {name_some(names)}. {received} source "
+            f"tensors were received.{empty}{advice}",
+            missing=names[:10],
+            missing_count=len(names),
+            received=received,
+        )
+
+    def incomplete_unit(self, unit: Unit) -> IncompleteLoadError:
+        """Make the error for a unit that is to be processed too early."""
+        names = [
+            f"{entry.names[0]}{_described(entry)}"
+            for entry in unit.entries
+            if not entry.complete
+        ]
+        return self.incomplete(names, len(self._intake.seen))
+
+    # ------------------------------------------------------------------ learning, ending
+
+    def start_learning(self) -> None:
+        """Note, after the first load and before the first hook, which tensors share storage."""
+        slots: dict[int, list[tuple[Slot, torch.Tensor]]] = {}
+        for module in self.modules.values():
+            for section, name, tensor in slots_of(module):
+                key = storage_key(tensor)
+                if key is not None:
+                    slots.setdefault(key, []).append(((module, section, name), tensor))
+        for shared in slots.values():
+            if len(shared) > 1:
+                group = new_group()
+                self._aliases.append(
+                    [(slot, TensorSpec.of(tensor, group)) for slot, tensor in shared]
+                )
+
+    def learn(self) -> None:
+        """Enter into the modules' records what this load taught."""
+        if not self._intake.seen:
+            return
+        for entry in self._entries:
+            if entry.gaps is None:
+                for module, section, name in entry.slots:
+                    make_record(module).gaps[section, name] = entry.ledger.missing()
+        touched = {(id(module), section, name) for module, section, name in self._touched}
+        for group in self._aliases:
+            if not any((id(m), section, name) in touched for (m, section, name), _ in group):
+                continue
+            for (module, section, name), spec in group:
+                staged = make_record(module).staged
+                known = staged.get((section, name))
+                staged[section, name] = (
+                    StagedSlot(section=section, name=name, spec=spec, seeds=[])
+                    if known is None
+                    else attrs.evolve(known, spec=attrs.evolve(known.spec, group=spec.group))
+                )
+
+    def verify(self) -> None:
+        """Check that every live tensor is where it was, and that nothing is on meta.
+
+        Raises:
+            StorageChangedError: a tensor moved, changed its form, or holds no data.
+        """
+        problems = []
+        for name, (module, section, key), mark in self._marks:
+            now = vars(module)[section].get(key)
+            if not self._initial:
+                self._counts.tensors_checked += 1
+                gone = now is None
+                problem = "it is gone" if gone else mark.difference(now)
+                if problem is not None:
+                    problems.append(f"{name}: {problem}")
+                    continue
+            if now is not None and now.is_meta and mark.device.type != "meta":
+                problems.append(f"{name}: it is on the meta device")
+        if problems:
+            raise StorageChangedError(
+                f"Live tensors changed during the load: {name_some(problems)}. Captured graphs "
+                f"and kernels that know the old ones are stale; start the engine again."
+            )
+
+    def restore(self) -> None:
+        """Put every unit that was not committed back as it was."""
+        for unit in reversed(self.units):
+            if unit.staged:
+                unit.restore()
+
+    def counts(self) -> dict[str, int]:
+        """Return the numbers for the receipt."""
+        return attrs.asdict(self._counts)
+
+    def close(self) -> None:
+        """Stop watching and let go of everything."""
+        loaded = [entry for entry in self._entries if entry.ledger.touched]
+        staged = sum(entry.staging is not None for entry in loaded)
+        self._counts.tensors_staged = staged
+        self._counts.tensors_in_place = len(loaded) - staged
+        self.observer = WriteObserver(self)
+        for collection in (
+            self.hooks, self.units, self._members, self._entries, self._by_tensor,
+            self._by_watched, self._stagings, self._closed, self._ready, self._marks,
+            self._touched, self._aliases, self.modules,
+        ):  # fmt: skip
+            collection.clear()  # type: ignore[attr-defined]
+
+
+class _WrittenStorages:
+    """Listens for in-place writes of a hook."""
+
+    def __init__(self) -> None:
+        self.keys: dict[int, None] = {}
+
+    def before_touch(self, storage: int) -> None:
+        """Reading is of no interest."""
+
+    def before_write(
+        self,
+        watched: Watched,
+        region: Region | None,
+        target: torch.Tensor,
+        source: torch.Tensor | None,
+    ) -> bool:
+        """Note the storage."""
+        if target.numel():
+            self.keys[watched.storage] = None
+        return True
+
+    def after_write(self, watched: Watched, region: Region | None) -> None:
+        """Nothing to do."""
+
+
+def _join(module: str, name: str) -> str:
+    return f"{module}.{name}" if module else name
+
+
+def _described(entry: Entry) -> str:
+    """Say which part of a tensor is missing, if some of it arrived."""
+    if not entry.ledger.touched:
+        return ""
+    missing = entry.ledger.missing(entry.gaps or ())
+    if not missing:
+        return ""
+    parts = ["[" + ", ".join(f"{a}:{b}" for a, b, _ in region) + "]" for region in missing[:3]]
+    more = f" and {len(missing) - 3} more parts" if len(missing) > 3 else ""
+    return " " + " ".join(parts) + more

@@ -1,0 +1,192 @@
+"""Takes named tensors from a source, checks each before the model sees it, keeps count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import attrs
+import torch
+
+from weightload.errors import (
+    DuplicateWeightError,
+    UnexpectedWeightError,
+    WeightMismatchError,
+    name_some,
+)
+from weightload.record import SourceFact
+from weightload.storage import storage_key
+
+__all__ = ["Intake", "pairs_of"]
+
+Pair = tuple[str, torch.Tensor]
+
+
+def pairs_of(weights: Mapping[str, torch.Tensor] | Iterable[Pair]) -> Iterable[Pair]:
+    """Return name and tensor pairs, whatever kind of source was given."""
+    return weights.items() if isinstance(weights, Mapping) else weights
+
+
+@attrs.define(kw_only=True)
+class Intake:
+    """Counts and checks what one session receives.
+
+    Attributes:
+        manifest: the source names of the load that made the model, if they are known.
+        lenient: let a name come again; the last one counts, as in a framework's own first load.
+        seen: every name that came, with whether it filled something.
+        current: the name whose tensor the model's loaders hold now.
+        source_error: the exception that the source raised, if one did.
+        nbytes: size of all tensors that came.
+        casts: names of tensors that were stored in another dtype.
+        broadcast: names of tensors that a loader spread over a larger place.
+    """
+
+    manifest: Mapping[str, SourceFact] | None
+    lenient: bool = False
+    seen: dict[str, SourceFact] = attrs.field(factory=dict)
+    current: str | None = None
+    source_error: BaseException | None = None
+    nbytes: int = 0
+    casts: set[str] = attrs.field(factory=set)
+    broadcast: set[str] = attrs.field(factory=set)
+    _by_storage: dict[int, str] = attrs.field(factory=dict)
+    _batch: list[str] = attrs.field(factory=list)
+
+    def check_pair(self, name: Any, tensor: Any) -> None:
+        """Check one pair against what is known, before the model's loaders see it.
+
+        Raises:
+            WeightMismatchError: it is no name and tensor with data, or has another shape than in
+                the load that made the model.
+            DuplicateWeightError: the name came before in this session.
+        """
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise WeightMismatchError(
+                f"A source yields (name, tensor) pairs; found "
+                f"({type(name).__name__}, {type(tensor).__name__})."
+            )
+        if tensor.is_meta:
+            raise WeightMismatchError(
+                f"{name!r} is on the meta device and has no data. Send real tensors.", name=name
+            )
+        if name in self.seen and not self.lenient:
+            raise DuplicateWeightError(
+                f"{name!r} arrived twice in this session. Send each tensor once.", name=name
+            )
+        self.check_shape(name, tuple(tensor.shape))
+
+    def check_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        """Compare a shape with the one of the load that made the model, if it is known.
+
+        Raises:
+            WeightMismatchError: they differ.
+        """
+        fact = self.manifest.get(name) if self.manifest is not None else None
+        if fact is not None and fact.shape != shape:
+            raise WeightMismatchError(
+                f"{name!r} has shape {shape}; the model was made from shape {fact.shape}. "
+                f"Tensors are never broadcast or cut.",
+                name=name,
+                expected=fact.shape,
+                found=shape,
+            )
+
+    def feed(
+        self,
+        weights: Iterable[Pair],
+        *,
+        borrowed: bool,
+        between: Callable[[], None],
+    ) -> Iterator[Pair]:
+        """Yield the pairs of ``weights`` to a model's loaders.
+
+        Args:
+            weights: the source.
+            borrowed: whether the source may reuse a tensor's memory once the next is asked for.
+                Then every tensor is copied, because a model may collect tensors before it reads.
+            between: called when the loaders have let go of one tensor and ask for the next.
+        """
+        source = iter(weights)
+        while True:
+            try:
+                pair = next(source)
+            except StopIteration:
+                break
+            except BaseException as error:
+                self.source_error = error
+                raise
+            name, tensor = _unpack(pair)
+            self.check_pair(name, tensor)
+            handed = tensor.detach().clone() if borrowed else tensor
+            self._begin(name, handed)
+            yield name, handed
+            between()
+        self.current = None
+
+    def _begin(self, name: str, tensor: torch.Tensor) -> None:
+        self.current = name
+        self.seen[name] = SourceFact(shape=tuple(tensor.shape), consumed=False, broadcast=False)
+        self._batch.append(name)
+        self.nbytes += tensor.numel() * tensor.element_size()
+        key = storage_key(tensor)
+        if key is not None:
+            self._by_storage[key] = name
+
+    def name_of(self, source: torch.Tensor | None) -> str | None:
+        """Return the source name that a write belongs to.
+
+        A model may collect tensors and write them later; what it copies is then recognised by its
+        storage. A value that it computed belongs to the tensor that it asked for last.
+        """
+        if source is not None:
+            key = storage_key(source)
+            if key is not None and key in self._by_storage:
+                return self._by_storage[key]
+        return self.current
+
+    def consumed(self, name: str | None) -> None:
+        """Note that the tensor of that name filled something."""
+        if name is not None and not self.seen[name].consumed:
+            self.seen[name] = attrs.evolve(self.seen[name], consumed=True)
+
+    def end_batch(self) -> None:
+        """Check, after one ``load``, that the model had a place for every new name.
+
+        Raises:
+            UnexpectedWeightError: a name that the load which made the model did not have filled
+                nothing.
+        """
+        batch, self._batch = self._batch, []
+        self._by_storage.clear()
+        self.current = None
+        if self.manifest is None:
+            return
+        lost = [
+            name
+            for name in batch
+            if not self.seen[name].consumed and name not in self.manifest
+        ]
+        if lost:
+            raise UnexpectedWeightError(
+                f"The model's loaders ignored {name_some(lost)}: the model has no place for such "
+                f"names, and the load that it was made with did not have them.",
+                names=lost[:10],
+            )
+
+    def facts(self) -> dict[str, SourceFact]:
+        """Return what is to be known about the names next time."""
+        return {
+            name: attrs.evolve(fact, broadcast=name in self.broadcast)
+            for name, fact in self.seen.items()
+        }
+
+
+def _unpack(pair: Any) -> tuple[Any, Any]:
+    try:
+        name, tensor = pair
+    except (TypeError, ValueError):
+        raise WeightMismatchError(
+            f"A source yields (name, tensor) pairs; found {type(pair).__name__}."
+        ) from None
+    return name, tensor

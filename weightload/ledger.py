@@ -1,0 +1,227 @@
+"""Regions of a tensor: where a write landed, what is covered, what is missing.
+
+Counting elements cannot tell a shard that came twice from one that never came, so the ledger
+keeps the regions themselves. A region is one span of indices per dimension of the tensor; all
+arithmetic is on integers and needs no tensor library.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import attrs
+
+__all__ = ["Region", "RegionLedger", "Span", "full_region", "locate", "uncovered"]
+
+Span = tuple[int, int, int]
+"""Start, stop and step of the indices taken along one dimension, as in ``range``."""
+Region = tuple[Span, ...]
+"""One span per dimension; the empty tuple is the one element of a scalar."""
+
+
+def full_region(shape: Sequence[int]) -> Region:
+    """Return the region that holds every element of a tensor of ``shape``."""
+    return tuple((0, size, 1) for size in shape)
+
+
+def volume(region: Region) -> int:
+    """Return how many elements ``region`` holds."""
+    return math.prod(len(range(*span)) for span in region)
+
+
+def locate(
+    offset: int,
+    size: Sequence[int],
+    stride: Sequence[int],
+    base_size: Sequence[int],
+    base_stride: Sequence[int],
+) -> Region | None:
+    """Express a strided view as a region of the tensor that it looks into.
+
+    Args:
+        offset: elements between the first element of the base and that of the view.
+        size: shape of the view.
+        stride: strides of the view, in elements.
+        base_size: shape of the base.
+        base_stride: strides of the base, in elements; its dimensions must not overlap.
+
+    Returns:
+        The region, or ``None`` if the view is no product of spans of the base's dimensions.
+        A view without elements gives a region without elements.
+    """
+    if 0 in size:
+        return tuple((0, 0, 1) for _ in base_size) if base_size else None
+    order = sorted(
+        (dim for dim in range(len(base_size)) if base_size[dim] > 1),
+        key=lambda dim: base_stride[dim],
+        reverse=True,
+    )
+    start = [0] * len(base_size)
+    rest = offset
+    for dim in order:
+        start[dim], rest = divmod(rest, base_stride[dim])
+    if rest or offset < 0:
+        return None
+    spans: list[Span] = [(first, first + 1, 1) for first in start]
+    taken: set[int] = set()
+    for length, step in sorted(zip(size, stride, strict=True), key=lambda item: item[1]):
+        if length > 1 and not _walk(length, step, order, base_size, base_stride, spans, taken):
+            return None
+    for dim, (_, stop, _) in enumerate(spans):
+        if stop > base_size[dim]:
+            return None
+    return tuple(spans)
+
+
+def _walk(
+    length: int,
+    step: int,
+    order: Sequence[int],
+    base_size: Sequence[int],
+    base_stride: Sequence[int],
+    spans: list[Span],
+    taken: set[int],
+) -> bool:
+    """Spread ``length`` steps over the base's dimensions, from the innermost that fits outwards."""
+    for dim in reversed(order):
+        if length == 1:
+            return True
+        if dim in taken or step < base_stride[dim] or step % base_stride[dim]:
+            continue
+        stride_in_dim = step // base_stride[dim]
+        first = spans[dim][0]
+        if stride_in_dim >= base_size[dim]:
+            continue
+        taken.add(dim)
+        if first + (length - 1) * stride_in_dim < base_size[dim]:
+            spans[dim] = (first, first + (length - 1) * stride_in_dim + 1, stride_in_dim)
+            return True
+        # The view runs over the end of this dimension into the next outer one, which is a
+        # region only if it takes this dimension whole.
+        if stride_in_dim != 1 or first or length % base_size[dim]:
+            return False
+        spans[dim] = (0, base_size[dim], 1)
+        length //= base_size[dim]
+        step *= base_size[dim]
+    return length == 1
+
+
+def uncovered(shape: Sequence[int], regions: Iterable[Region]) -> list[Region]:
+    """Return disjoint regions that together hold what ``regions`` leave out of ``shape``."""
+    return _uncovered(tuple(shape), list(regions), 0)
+
+
+def _uncovered(shape: tuple[int, ...], regions: list[Region], dim: int) -> list[Region]:
+    if dim == len(shape):
+        return [] if regions else [()]
+    if not regions:
+        return [full_region(shape[dim:])] if all(shape[dim:]) else []
+    missing: list[Region] = []
+    for first, stop, present in _slabs(shape[dim], regions, dim):
+        missing += [
+            ((first, stop, 1), *inner) for inner in _uncovered(shape, present, dim + 1)
+        ]
+    return missing
+
+
+def _slabs(
+    size: int, regions: list[Region], dim: int
+) -> Iterable[tuple[int, int, list[Region]]]:
+    """Cut one dimension where regions begin or end; yield each piece with who is present in it."""
+    starts: dict[int, list[int]] = {}
+    stops: dict[int, list[int]] = {}
+    for index, region in enumerate(regions):
+        for first, stop in _runs(region[dim]):
+            starts.setdefault(first, []).append(index)
+            stops.setdefault(stop, []).append(index)
+    cuts = sorted({0, size, *starts, *stops})
+    present: dict[int, None] = {}
+    for first, stop in zip(cuts, cuts[1:], strict=False):
+        for index in stops.get(first, ()):
+            present.pop(index, None)
+        for index in starts.get(first, ()):
+            present[index] = None
+        yield first, stop, [regions[index] for index in present]
+
+
+def _runs(span: Span) -> Iterable[tuple[int, int]]:
+    first, stop, step = span
+    if step == 1:
+        return [(first, stop)] if stop > first else []
+    return ((index, index + 1) for index in range(first, stop, step))
+
+
+@attrs.define(kw_only=True)
+class RegionLedger:
+    """What arrived for one tensor: which region, and which source name brought it.
+
+    Writes of one source may overlap: a loader that copies and then transforms in place is one
+    delivery. Writes of different sources may not.
+    """
+
+    shape: tuple[int, ...]
+    _written: dict[Region, str | None] = attrs.field(factory=dict, init=False)
+    _volume: int = attrs.field(default=0, init=False)
+
+    def enter(self, region: Region, source: str | None) -> str | None:
+        """Enter one write.
+
+        Returns:
+            The name of another source that filled exactly this region before, else ``None``.
+        """
+        if region in self._written:
+            before = self._written[region]
+            return before if before != source else None
+        self._written[region] = source
+        self._volume += volume(region)
+        return None
+
+    @property
+    def touched(self) -> bool:
+        """Whether anything arrived."""
+        return bool(self._written)
+
+    @property
+    def regions(self) -> list[Region]:
+        """The regions that were written, in order of arrival."""
+        return list(self._written)
+
+    def complete(self, not_expected: Sequence[Region] = ()) -> bool:
+        """Whether everything arrived but for the regions that no checkpoint brings."""
+        if self._volume + sum(map(volume, not_expected)) < math.prod(self.shape):
+            return False
+        return not self.missing(not_expected)
+
+    def missing(self, not_expected: Sequence[Region] = ()) -> list[Region]:
+        """Return the regions that have not arrived, as disjoint regions."""
+        return uncovered(self.shape, [*self._written, *not_expected])
+
+    def conflict(self) -> tuple[str | None, str | None] | None:
+        """Return two sources whose regions overlap, or ``None``.
+
+        A source is ``None`` when nobody knows which name a write belongs to.
+        """
+        covered = math.prod(self.shape) - sum(map(volume, self.missing()))
+        if self._volume == covered:
+            return None
+        return _first_conflict(list(self._written.items()), 0, len(self.shape), self.shape)
+
+
+def _first_conflict(
+    items: list[tuple[Region, str | None]], dim: int, ndim: int, shape: tuple[int, ...]
+) -> tuple[str | None, str | None] | None:
+    if len({source for _, source in items}) < 2:
+        return None
+    if dim == ndim:
+        first, second, *_ = dict.fromkeys(source for _, source in items)
+        return first, second
+    regions = [region for region, _ in items]
+    sources = dict(items)
+    for _, _, present in _slabs(shape[dim], regions, dim):
+        if len(present) > 1:
+            inner = [(region, sources[region]) for region in present]
+            found = _first_conflict(inner, dim + 1, ndim, shape)
+            if found is not None:
+                return found
+    return None

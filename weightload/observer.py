@@ -1,0 +1,187 @@
+"""Sees every write into the tensors of a load, whoever makes it.
+
+Weight loaders are arbitrary code: they narrow, view, transpose, call other loaders, or copy bare
+tensors past every loader. All of it ends in tensor operations, and a dispatch mode sees those.
+For each operation that writes to a watched storage the observer works out the region and asks its
+listener before the write, and tells it after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import attrs
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from weightload.ledger import Region, full_region, locate
+from weightload.storage import storage_key
+
+__all__ = ["Watched", "WriteListener", "WriteObserver"]
+
+_aten = torch.ops.aten
+_PARTIAL_WRITES = frozenset(
+    name
+    for name in (
+        "index_put_", "_index_put_impl_", "index_copy_", "index_add_", "index_fill_",
+        "masked_fill_", "masked_scatter_", "scatter_", "scatter_add_", "scatter_reduce_", "put_",
+    )
+)  # fmt: skip
+"""Operations that may write only a part of their destination."""
+
+
+@attrs.define(eq=False)
+class Watched:
+    """One tensor that writes are watched for.
+
+    Attributes:
+        tensor: the tensor that loaders see.
+        storage: key of its storage.
+        base_offset: elements before its first one in the storage.
+        hold: the storage, so that its key cannot be used again.
+    """
+
+    tensor: torch.Tensor
+    storage: int
+    base_offset: int
+    hold: torch.UntypedStorage
+
+    def region_of(self, view: torch.Tensor) -> Region | None:
+        """Return the region of this tensor that ``view`` covers, ``None`` if it is none."""
+        if view.dtype != self.tensor.dtype:
+            return None
+        if view is self.tensor:
+            return full_region(self.tensor.shape)
+        return locate(
+            view.storage_offset() - self.base_offset,
+            view.shape,
+            view.stride(),
+            self.tensor.shape,
+            self.tensor.stride(),
+        )
+
+
+class WriteListener(Protocol):
+    """What the observer talks to."""
+
+    def before_touch(self, storage: int) -> None:
+        """An operation is about to read or write a watched storage."""
+
+    def before_write(
+        self,
+        watched: Watched,
+        region: Region | None,
+        target: torch.Tensor,
+        source: torch.Tensor | None,
+    ) -> bool:
+        """A write is about to happen; return whether it is to be executed.
+
+        ``source`` is what a plain copy copies, ``None`` for every other operation.
+        """
+
+    def after_write(self, watched: Watched, region: Region | None) -> None:
+        """The write has happened."""
+
+
+class WriteObserver(TorchDispatchMode):
+    """The dispatch mode. Enter it once around a load, not once per tensor."""
+
+    def __init__(self, listener: WriteListener) -> None:
+        super().__init__()
+        self._listener = listener
+        self._by_storage: dict[int, list[Watched]] = {}
+
+    def watch(self, tensor: torch.Tensor) -> Watched | None:
+        """Watch writes to ``tensor``; return ``None`` if it has no storage to watch."""
+        key = storage_key(tensor)
+        if key is None:
+            return None
+        watched = Watched(tensor, key, tensor.storage_offset(), tensor.untyped_storage())
+        self._by_storage.setdefault(key, []).append(watched)
+        return watched
+
+    def forget(self, watched: Watched) -> None:
+        """Stop watching."""
+        group = self._by_storage.get(watched.storage, [])
+        if watched in group:
+            group.remove(watched)
+        if not group:
+            self._by_storage.pop(watched.storage, None)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run one operation, with the listener asked before and told after."""
+        kwargs = kwargs or {}
+        touched = [
+            tensor
+            for tensor in _tensors(args, kwargs)
+            if storage_key(tensor) in self._by_storage
+        ]
+        if not touched:
+            return func(*args, **kwargs)
+        for tensor in touched:
+            key = storage_key(tensor)
+            if key is not None:
+                self._listener.before_touch(key)
+        written = [
+            (target, watched)
+            for target in _written(func, args, kwargs)
+            for watched in self._by_storage.get(storage_key(target) or 0, ())
+        ]
+        if not written:
+            return func(*args, **kwargs)
+        name = func._schema.name.rpartition(":")[2]
+        source = args[1] if name == "copy_" and isinstance(args[1], torch.Tensor) else None
+        marks = []
+        for target, watched in written:
+            region = _region(name, target, watched, args)
+            if not self._listener.before_write(watched, region, target, source):
+                return target
+            marks.append((watched, region))
+        result = func(*args, **kwargs)
+        for watched, region in marks:
+            self._listener.after_write(watched, region)
+        return result
+
+
+def _region(
+    op: str, target: torch.Tensor, watched: Watched, args: tuple[Any, ...]
+) -> Region | None:
+    if op in _PARTIAL_WRITES:
+        return None
+    return watched.region_of(target)
+
+
+def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            for item in value:
+                if isinstance(item, torch.Tensor):
+                    yield item
+
+
+_WRITES: dict[Any, tuple[tuple[int | str, ...], ...]] = {}
+
+
+def _written(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[torch.Tensor]:
+    places = _WRITES.get(func)
+    if places is None:
+        places = _WRITES[func] = tuple(
+            (index, argument.name)
+            for index, argument in enumerate(func._schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        )
+    for index, name in places:
+        value = kwargs.get(str(name))
+        if value is None and isinstance(index, int) and index < len(args):
+            value = args[index]
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from (item for item in value if isinstance(item, torch.Tensor))

@@ -1,0 +1,204 @@
+"""Who may change which model: claims, the current session, the served version, poison.
+
+A claim is a record per module, because a module can be seen through several trees: a draft model
+shares the embedding of its target. The context variable answers "in which session am I?" and is
+no guard: another thread does not see it, and a child task keeps a stale value.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import itertools
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, ref
+
+import attrs
+
+from weightload.errors import ModelBusyError, ModelPoisonedError, SessionMisnestedError
+
+if TYPE_CHECKING:
+    from weightload.session import WeightLoadSession
+
+__all__ = [
+    "Poison",
+    "claim",
+    "current_session",
+    "entered",
+    "open_session",
+    "owner_of",
+    "poison_of",
+    "record_poison",
+    "record_version",
+    "release",
+    "require_usable",
+    "weights_version",
+]
+
+_current: contextvars.ContextVar[WeightLoadSession | None] = contextvars.ContextVar(
+    "weightload_current_session", default=None
+)
+_lock = threading.Lock()
+_ids = itertools.count(1)
+
+
+@attrs.frozen(kw_only=True)
+class Poison:
+    """Why a model must not be used: it holds a mixture of old and new weights.
+
+    Attributes:
+        session: number of the session that wrote the mixture.
+        version: the version that the session was loading, if it had a name.
+        step: the step that failed, such as ``"load"`` or ``"process"``.
+        module: qualified name of the module at fault, if one is known.
+        cause: type and text of the error.
+    """
+
+    session: int
+    version: str | int | None
+    step: str
+    module: str | None
+    cause: str
+
+
+@attrs.define
+class _Status:
+    version: str | int | None = None
+    poison: Poison | None = None
+
+
+_status: WeakKeyDictionary[Any, _Status] = WeakKeyDictionary()
+_claims: WeakKeyDictionary[Any, ref[WeightLoadSession]] = WeakKeyDictionary()
+
+
+def new_session_id() -> int:
+    """Return a number that no other session of this process has."""
+    return next(_ids)
+
+
+def current_session() -> WeightLoadSession | None:
+    """Return the open session that the calling code runs in, or ``None``.
+
+    Model code, loaders and hooks can ask this. A value that a child task or thread inherited from
+    a session that has ended meanwhile counts as ``None``.
+    """
+    session = _current.get()
+    return session if session is not None and session.state.open else None
+
+
+@contextmanager
+def entered(session: WeightLoadSession) -> Iterator[None]:
+    """Make ``session`` the current one for the calls made inside this block."""
+    token = _current.set(session)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def claim(session: WeightLoadSession, modules: Mapping[str, Any]) -> None:
+    """Claim every module for ``session``, or none.
+
+    Args:
+        session: who wants to change them.
+        modules: every module of the tree by its qualified name.
+
+    Raises:
+        SessionMisnestedError: the owner is the session that the caller runs in.
+        ModelBusyError: another session owns one of them.
+    """
+    with _lock:
+        for name, module in modules.items():
+            owner = _owner(module)
+            if owner is None or owner is session:
+                continue
+            where = f"module {name!r}" if name else "the model"
+            if owner is current_session():
+                raise SessionMisnestedError(
+                    f"A session cannot be opened inside session {owner.id} on the same model: "
+                    f"{where} is owned by it. End that session first, or pass the weights to "
+                    f"its load().",
+                    module=name,
+                    owner=owner.id,
+                )
+            raise ModelBusyError(
+                f"{where} is owned by session {owner.id} ({owner.state.value}). One session at a "
+                f"time can change a model; wait until it has ended, or abort it.",
+                module=name,
+                owner=owner.id,
+            )
+        mine = ref(session)
+        for module in modules.values():
+            _claims[module] = mine
+
+
+def release(session: WeightLoadSession, modules: Iterable[Any]) -> None:
+    """Give up the claims that ``session`` holds on ``modules``; others are left alone."""
+    with _lock:
+        for module in modules:
+            held = _claims.get(module)
+            if held is not None and held() in (session, None):
+                del _claims[module]
+
+
+def _owner(module: Any) -> WeightLoadSession | None:
+    held = _claims.get(module)
+    owner = held() if held is not None else None
+    return owner if owner is not None and owner.state.open else None
+
+
+def owner_of(module: Any) -> WeightLoadSession | None:
+    """Return the open session that owns ``module``, or ``None``."""
+    with _lock:
+        return _owner(module)
+
+
+def open_session(model: Any) -> WeightLoadSession | None:
+    """Return the open session whose root is ``model`` itself, or ``None``."""
+    owner = owner_of(model)
+    return owner if owner is not None and owner.model is model else None
+
+
+def record_version(model: Any, version: str | int | None) -> None:
+    """Note that ``model`` now serves ``version``; clears poison. Called by a full finish only."""
+    _status[model] = _Status(version=version)
+
+
+def record_poison(model: Any, poison: Poison) -> None:
+    """Mark ``model`` as holding a mixture, until a session with full scope finishes."""
+    status = _status.setdefault(model, _Status())
+    status.poison = poison
+    status.version = None
+
+
+def weights_version(model: Any) -> str | int | None:
+    """Return the version that ``model`` serves, ``None`` before the first load and if poisoned."""
+    status = _status.get(model)
+    return status.version if status is not None else None
+
+
+def poison_of(model: Any) -> Poison | None:
+    """Return why ``model`` must not be used, or ``None`` if it may."""
+    status = _status.get(model)
+    return status.poison if status is not None else None
+
+
+def require_usable(model: Any) -> None:
+    """Return if ``model`` may be used.
+
+    Raises:
+        ModelPoisonedError: a load failed after it had written live weights.
+    """
+    poison = poison_of(model)
+    if poison is not None:
+        where = f" at module {poison.module!r}" if poison.module else ""
+        raise ModelPoisonedError(
+            f"The model holds a mixture of old and new weights: session {poison.session} failed "
+            f"in step {poison.step!r}{where} ({poison.cause}). Load a complete set of weights "
+            f"before using it.",
+            model_intact=False,
+            session=poison.session,
+            step=poison.step,
+        )

@@ -1,0 +1,353 @@
+"""What the first processing of a module did to it, so that it can be undone and done again.
+
+A hook leaves things behind: kernel objects, flags, closures, replaced parameters. With them it
+takes another branch the second time. Around the first run of each hook this module compares the
+attributes of everything that the hook may change, and remembers for each what was there before.
+A reload puts back exactly that, and nothing else: what the engine bound later is not the hook's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+
+from weightload.ledger import Region
+from weightload.registry import ModuleRegistry, Role
+from weightload.storage import Fingerprint, TensorSpec
+
+__all__ = ["MISSING", "Change", "ModuleRecord", "ObjectState", "Slot", "StagedSlot", "record_of"]
+
+_ATTRIBUTE = "_weightload_record"
+SECTIONS = ("_parameters", "_buffers")
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "missing"
+
+
+MISSING = _Missing()
+"""Marks an attribute that was not there."""
+
+Slot = tuple[nn.Module, str, str]
+"""A place for a tensor: the module, ``"_parameters"`` or ``"_buffers"``, and the name."""
+
+
+@attrs.frozen(kw_only=True)
+class ObjectState:
+    """The attributes of one object at one moment; plain containers with their contents."""
+
+    owner: Any
+    values: dict[str, Any]
+    contents: dict[str, Any]
+
+    @classmethod
+    def of(cls, owner: Any) -> ObjectState:
+        """Look at ``owner``."""
+        values = {name: value for name, value in vars(owner).items() if name != _ATTRIBUTE}
+        contents = {
+            name: value.copy() for name, value in values.items() if type(value) in _CONTAINERS
+        }
+        return cls(owner=owner, values=values, contents=contents)
+
+    def restore(self) -> None:
+        """Put every attribute back as it was."""
+        mine = vars(self.owner)
+        for name in [n for n in mine if n not in self.values and n != _ATTRIBUTE]:
+            del mine[name]
+        mine.update(self.values)
+        for name, content in self.contents.items():
+            _refill(self.values[name], content)
+
+    def differences(self, later: ObjectState) -> Change | None:
+        """Return what changed until ``later``, or ``None``."""
+        change = Change(owner=self.owner)
+        for name in self.values.keys() | later.values.keys():
+            before = self.values.get(name, MISSING)
+            if before is not later.values.get(name, MISSING):
+                change.attributes[name] = before
+            elif name in self.contents:
+                _compare_contents(change, name, self.contents[name], later.contents[name])
+        return change if change.attributes or change.entries or change.contents else None
+
+
+_CONTAINERS = (dict, list, set)
+
+
+def _refill(container: Any, content: Any) -> None:
+    if isinstance(container, list):
+        container[:] = content
+        return
+    container.clear()
+    container.update(content)
+
+
+def _compare_contents(change: Change, name: str, before: Any, after: Any) -> None:
+    if not isinstance(before, dict):
+        if len(before) != len(after) or (
+            before != after
+            if isinstance(before, set)
+            else any(one is not two for one, two in zip(before, after, strict=True))
+        ):
+            change.contents[name] = before
+        return
+    for key in before.keys() | after.keys():
+        value = before.get(key, MISSING)
+        if value is not after.get(key, MISSING):
+            change.entries.setdefault(name, {})[key] = value
+
+
+@attrs.define(kw_only=True)
+class Change:
+    """What a hook changed on one object, with the values from before.
+
+    Attributes:
+        owner: the object, a module or a strategy object.
+        attributes: attribute name to its value from before, or ``MISSING``.
+        entries: the same for entries of dicts that are attributes.
+        contents: whole contents of lists and sets that are attributes.
+    """
+
+    owner: Any
+    attributes: dict[str, Any] = attrs.field(factory=dict)
+    entries: dict[str, dict[Any, Any]] = attrs.field(factory=dict)
+    contents: dict[str, Any] = attrs.field(factory=dict)
+
+    def undo(self) -> None:
+        """Put the values from before back.
+
+        Tensors in parameters and buffers are left out: their places are emptied, and filled by
+        the twins that stage them.
+        """
+        mine = vars(self.owner)
+        for name, value in self.attributes.items():
+            _put(mine, name, value)
+        for name, entries in self.entries.items():
+            for key, value in entries.items():
+                _put(mine[name], key, MISSING if _is_slot(self.owner, name) else value)
+        for name, content in self.contents.items():
+            _refill(mine[name], content)
+
+    def without_tensors(self) -> Change:
+        """Return the change without the old tensors of parameters and buffers, to free them."""
+        entries = {
+            name: {
+                key: MISSING if _is_slot(self.owner, name) else value
+                for key, value in inner.items()
+            }
+            for name, inner in self.entries.items()
+        }
+        return attrs.evolve(self, entries=entries)
+
+
+def _put(mapping: dict[Any, Any], key: Any, value: Any) -> None:
+    if value is MISSING:
+        mapping.pop(key, None)
+    else:
+        mapping[key] = value
+
+
+def _is_slot(owner: Any, name: str) -> bool:
+    return name in SECTIONS and isinstance(owner, nn.Module)
+
+
+@attrs.frozen(kw_only=True)
+class StagedSlot:
+    """A tensor that a hook changes, so that loads must go through staging.
+
+    Attributes:
+        section: ``"_parameters"`` or ``"_buffers"``.
+        name: its name in the module.
+        spec: what it was in checkpoint format.
+        seeds: values of the regions that no checkpoint brings.
+    """
+
+    section: str
+    name: str
+    spec: TensorSpec
+    seeds: list[tuple[Region, torch.Tensor]]
+
+
+@attrs.define(kw_only=True)
+class ModuleRecord:
+    """What is known about one module; it lives on the module and is freed with it.
+
+    Attributes:
+        steps: for each role that was processed, what its hook changed.
+        staged: the tensors that a hook changed, by section and name.
+        gaps: for each tensor, the regions that the load which made the model did not bring.
+        keepalive: what the last hook made and an opaque object may point at.
+        manifest: on the root of a model: the source names of the load that made it.
+        framework: on the root of a model: the framework that loads it.
+        copied: the module is a copy of one that has a record, made by deepcopy or pickle.
+    """
+
+    steps: dict[Role, list[Change]] = attrs.field(factory=dict)
+    staged: dict[tuple[str, str], StagedSlot] = attrs.field(factory=dict)
+    gaps: dict[tuple[str, str], list[Region]] = attrs.field(factory=dict)
+    keepalive: list[torch.Tensor] = attrs.field(factory=list)
+    manifest: dict[str, SourceFact] | None = None
+    framework: Any = None
+    copied: bool = False
+
+    def __deepcopy__(self, memo: Any) -> ModuleRecord:
+        """A copied module has the processed state, but not the objects of this record."""
+        return ModuleRecord(copied=True)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As for a copy."""
+        return _copied, ()
+
+
+def _copied() -> ModuleRecord:
+    return ModuleRecord(copied=True)
+
+
+@attrs.frozen(kw_only=True)
+class SourceFact:
+    """What is known about one source name since the load that made the model.
+
+    Attributes:
+        shape: shape of the tensor that came under it.
+        consumed: whether it filled anything.
+        broadcast: whether the model's loader spread it over a larger place.
+    """
+
+    shape: tuple[int, ...]
+    consumed: bool
+    broadcast: bool
+
+
+def record_of(module: nn.Module) -> ModuleRecord | None:
+    """Return the record of ``module``, or ``None`` if it was never loaded by a session."""
+    return vars(module).get(_ATTRIBUTE)
+
+
+def make_record(module: nn.Module) -> ModuleRecord:
+    """Return the record of ``module``, made if there is none."""
+    record = record_of(module)
+    if record is None:
+        record = ModuleRecord()
+        vars(module)[_ATTRIBUTE] = record
+    return record
+
+
+def drop_record(module: nn.Module) -> None:
+    """Forget what is known about ``module``."""
+    vars(module).pop(_ATTRIBUTE, None)
+
+
+def slots_of(module: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Yield section, name and tensor of the parameters and buffers that ``module`` holds itself."""
+    for section in SECTIONS:
+        for name, tensor in vars(module)[section].items():
+            if tensor is not None:
+                yield section, name, tensor
+
+
+def scope_of(module: nn.Module, registry: ModuleRegistry) -> list[Any]:
+    """Return every object that the hook of ``module`` may change.
+
+    That is the module with its submodules, and their strategy objects: what they hold under the
+    registry's strategy names, and whatever else they hold that has the hook itself, at any depth.
+    """
+    found: dict[int, Any] = {id(inner): inner for inner in module.modules()}
+    queue: list[Any] = list(found.values())
+    while queue:
+        owner = queue.pop()
+        for name, value in tuple(vars(owner).items()):
+            if id(value) in found or isinstance(value, nn.Module | torch.Tensor | type):
+                continue
+            wanted = name in registry.strategies or hasattr(type(value), registry.hook)
+            if wanted and hasattr(value, "__dict__"):
+                found[id(value)] = value
+                queue.append(value)
+    return list(found.values())
+
+
+@attrs.define(kw_only=True)
+class HookRecording:
+    """The comparison around the first run of one hook."""
+
+    states: list[ObjectState]
+    specs: dict[tuple[int, str, str], tuple[Slot, TensorSpec, Fingerprint]]
+    seeds: dict[tuple[int, str, str], list[tuple[Region, torch.Tensor]]]
+
+    @classmethod
+    def start(
+        cls,
+        scope: Iterable[Any],
+        seeds_of: Callable[[Slot], list[tuple[Region, torch.Tensor]]],
+    ) -> HookRecording:
+        """Look at everything in ``scope`` before the hook runs."""
+        specs: dict[tuple[int, str, str], tuple[Slot, TensorSpec, Fingerprint]] = {}
+        seeds: dict[tuple[int, str, str], list[tuple[Region, torch.Tensor]]] = {}
+        states = []
+        for owner in scope:
+            states.append(ObjectState.of(owner))
+            if not isinstance(owner, nn.Module):
+                continue
+            for section, name, tensor in slots_of(owner):
+                key = (id(owner), section, name)
+                slot = (owner, section, name)
+                specs[key] = (slot, TensorSpec.of(tensor), Fingerprint.of(tensor))
+                seeds[key] = seeds_of(slot)
+        return cls(states=states, specs=specs, seeds=seeds)
+
+    @property
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """The tensors that the hook may write to."""
+        for (module, section, name), _, _ in self.specs.values():
+            yield vars(module)[section][name]
+
+    def undo(self) -> None:
+        """Put everything back after a hook that failed; written values are not undone."""
+        for state in self.states:
+            state.restore()
+        for (module, section, name), _, _ in self.specs.values():
+            for region, value in self.seeds[id(module), section, name]:
+                target = vars(module)[section][name].detach()
+                target[tuple(slice(*span) for span in region)].copy_(value)
+
+    def finish(
+        self, module: nn.Module, role: Role, written: Mapping[int, object]
+    ) -> list[Slot]:
+        """Enter into the modules' records what the hook did.
+
+        Args:
+            module: the module whose hook it was.
+            role: the role it was run in.
+            written: keys of the storages that the hook wrote to in place.
+
+        Returns:
+            The slots that it changed, in checkpoint format as the records now say.
+        """
+        changes = [state.differences(ObjectState.of(state.owner)) for state in self.states]
+        make_record(module).steps[role] = [
+            change.without_tensors() for change in changes if change is not None
+        ]
+        touched: list[Slot] = []
+        for key, (slot, spec, mark) in self.specs.items():
+            owner, section, name = slot
+            now = vars(owner)[section].get(name)
+            held = mark.storage._cdata if mark.storage is not None else None
+            same = now is not None and mark.difference(now) is None
+            if same and now is self._before(slot) and held not in written:
+                continue
+            touched.append(slot)
+            make_record(owner).staged.setdefault(
+                (section, name),
+                StagedSlot(section=section, name=name, spec=spec, seeds=self.seeds[key]),
+            )
+        return touched
+
+    def _before(self, slot: Slot) -> torch.Tensor | None:
+        owner, section, name = slot
+        for state in self.states:
+            if state.owner is owner:
+                return state.contents[section].get(name)
+        return None

@@ -1,0 +1,233 @@
+"""Fingerprints of live tensors, and checkpoint-format twins that stage what arrives.
+
+A fingerprint holds the storage by strong reference: equal addresses prove nothing if the old
+storage was freed in between, and address 0 is no identity.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from weightload.ledger import Region
+
+__all__ = [
+    "Fingerprint",
+    "TensorSpec",
+    "describe_change",
+    "make_twins",
+    "new_group",
+    "rebound",
+    "select",
+    "storage_key",
+]
+
+Tensor = torch.Tensor
+
+
+def storage_key(tensor: Tensor) -> int | None:
+    """Return a number that all views of one storage share, or ``None`` if there is no storage.
+
+    The number is valid as long as somebody holds the storage. Wrapper subclasses that keep their
+    data in inner tensors have none.
+    """
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError, ValueError):
+        return None
+
+
+@attrs.frozen(kw_only=True)
+class Fingerprint:
+    """Where a live tensor is, and how it looks into its storage.
+
+    Attributes:
+        storage: the storage itself, held so that its address cannot be used again.
+        address: address of the storage's first byte; 0 for an empty one.
+        nbytes: size of the storage.
+        offset: elements before the tensor's first one.
+        shape: sizes.
+        stride: strides, in elements.
+        dtype: type of the elements.
+        device: where the storage is.
+    """
+
+    storage: torch.UntypedStorage | None
+    address: int
+    nbytes: int
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Fingerprint:
+        """Take the fingerprint of ``tensor``."""
+        storage = None if storage_key(tensor) is None else tensor.untyped_storage()
+        backed = storage is not None and not tensor.is_meta
+        return cls(
+            storage=storage,
+            address=storage.data_ptr() if backed and storage is not None else 0,
+            nbytes=storage.nbytes() if storage is not None else 0,
+            offset=tensor.storage_offset() if storage is not None else 0,
+            shape=tuple(tensor.shape),
+            stride=tuple(tensor.stride()) if storage is not None else (),
+            dtype=tensor.dtype,
+            device=tensor.device,
+        )
+
+    def difference(self, tensor: Tensor) -> str | None:
+        """Say how ``tensor`` differs from the one that was fingerprinted, or return ``None``."""
+        now = Fingerprint.of(tensor)
+        if (self.storage is None) != (now.storage is None) or (
+            self.storage is not None
+            and now.storage is not None
+            and self.storage._cdata != now.storage._cdata
+        ):
+            return "it has another storage"
+        for name in ("address", "nbytes", "offset", "shape", "stride", "dtype", "device"):
+            before, after = getattr(self, name), getattr(now, name)
+            if before != after:
+                return f"its {name} was {before} and is {after}"
+        return None
+
+
+def describe_change(live: Tensor, new: Tensor) -> str | None:
+    """Say why the value of ``new`` cannot be copied into ``live``, or return ``None``."""
+    for name in ("shape", "dtype", "device", "layout"):
+        before, after = getattr(live, name), getattr(new, name)
+        if before != after:
+            return f"{name} {_short(before)} became {_short(after)}"
+    if live.layout is torch.strided and live.stride() != new.stride() and live.numel():
+        return f"stride {tuple(live.stride())} became {tuple(new.stride())}"
+    return None
+
+
+def _short(value: object) -> str:
+    return str(tuple(value)) if isinstance(value, torch.Size) else str(value)
+
+
+_SELF = object()
+"""Stands for the tensor itself in the attributes of a spec."""
+_groups = itertools.count(1)
+
+
+def new_group() -> int:
+    """Return a number for a set of specs that share one storage."""
+    return next(_groups)
+
+
+@attrs.frozen(kw_only=True)
+class TensorSpec:
+    """What a tensor was in checkpoint format, enough to make one like it; holds no data.
+
+    Attributes:
+        cls: its Python type, such as a subclass of ``Parameter``.
+        attributes: its instance attributes, such as ``weight_loader``.
+        requires_grad: whether it asked for gradients.
+        offset: elements before its first one in the storage.
+        shape: sizes.
+        stride: strides, in elements.
+        dtype: type of the elements.
+        device: where it was.
+        nbytes: size of its storage.
+        group: specs with one number shared one storage.
+    """
+
+    cls: type[Tensor]
+    attributes: dict[str, Any]
+    requires_grad: bool
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    nbytes: int
+    group: int
+
+    @classmethod
+    def of(cls, tensor: Tensor, group: int | None = None) -> TensorSpec:
+        """Take the spec of ``tensor``, in a group of its own unless one is given."""
+        return cls(
+            cls=type(tensor),
+            attributes={
+                name: rebound(value, tensor, _SELF)
+                for name, value in getattr(tensor, "__dict__", {}).items()
+            },
+            requires_grad=tensor.requires_grad,
+            offset=tensor.storage_offset(),
+            shape=tuple(tensor.shape),
+            stride=tuple(tensor.stride()),
+            dtype=tensor.dtype,
+            device=tensor.device,
+            nbytes=tensor.untyped_storage().nbytes(),
+            group=new_group() if group is None else group,
+        )
+
+
+def make_twins(specs: Sequence[TensorSpec]) -> list[Tensor]:
+    """Make tensors like the specs say, on storages of zero bytes.
+
+    Specs of one group get twins that share a storage; equal ones of a group get the same twin.
+    The memory comes later, by resizing the storage to the group's ``nbytes``, when the first
+    write needs it.
+    """
+    storages: dict[int, torch.UntypedStorage] = {}
+    made: dict[tuple[Any, ...], Tensor] = {}
+    twins: list[Tensor] = []
+    for spec in specs:
+        identity = (spec.group, spec.offset, spec.shape, spec.stride, spec.dtype, spec.cls)
+        if identity not in made:
+            if spec.group not in storages:
+                room = torch.empty(spec.nbytes, dtype=torch.uint8, device=spec.device)
+                storages[spec.group] = room.untyped_storage()
+            view = torch.empty(0, dtype=spec.dtype, device=spec.device)
+            view.set_(storages[spec.group], spec.offset, spec.shape, spec.stride)  # type: ignore[call-overload]
+            made[identity] = _dress(view, spec)
+        twins.append(made[identity])
+    for storage in storages.values():
+        storage.resize_(0)
+    return twins
+
+
+def _dress(data: Tensor, spec: TensorSpec) -> Tensor:
+    """Give ``data`` the type and the attributes of the spec."""
+    twin = data
+    if issubclass(spec.cls, torch.nn.Parameter):
+        twin = torch.nn.Parameter(data, requires_grad=spec.requires_grad)
+    if type(twin) is not spec.cls:
+        twin.__class__ = spec.cls
+    for name, value in spec.attributes.items():
+        twin.__dict__[name] = rebound(value, _SELF, twin)
+    return twin
+
+
+def rebound(value: Any, old: object, new: object) -> Any:
+    """Return ``value`` with bound methods of ``old`` bound to ``new`` instead.
+
+    A loader that is a bound method of the parameter would otherwise write into the old one.
+    """
+    if isinstance(value, types.MethodType) and value.__self__ is old:
+        return types.MethodType(value.__func__, new)
+    if isinstance(value, functools.partial):
+        return functools.partial(
+            rebound(value.func, old, new),
+            *(new if arg is old else rebound(arg, old, new) for arg in value.args),
+            **{
+                key: new if arg is old else rebound(arg, old, new)
+                for key, arg in value.keywords.items()
+            },
+        )
+    return value
+
+
+def select(tensor: Tensor, region: Region) -> Tensor:
+    """Return the view of ``tensor`` that ``region`` names."""
+    return tensor.detach()[tuple(slice(*span) for span in region)] if region else tensor.detach()
