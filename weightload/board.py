@@ -129,6 +129,7 @@ class Board:
         placed: dict[tuple[int, str, str], tuple[torch.Tensor, Staging]] = {}
         for unit in self.units:
             if not self._initial or unit.changes or unit.slots:
+                unit.fresh = self._initial and not unit.changes
                 placed.update(unit.park())
         self._watch(placed)
 
@@ -145,6 +146,8 @@ class Board:
 
     def _also_staged(self) -> dict[int, list[StagedSlot]]:
         """Return the tensors that are staged only because nothing live may be written yet."""
+        if self._initial:
+            return self._without_data()
         if not self._atomic:
             return {}
         shared: dict[int, int] = {}
@@ -163,6 +166,18 @@ class Board:
                 ]
                 slot = StagedSlot(section=section, name=name, spec=spec, seeds=seeds)
                 found.setdefault(id(module), []).append(slot)
+        return found
+
+    def _without_data(self) -> dict[int, list[StagedSlot]]:
+        """Return the tensors that were constructed on meta: their memory comes as they load."""
+        device = self.framework.device
+        found: dict[int, list[StagedSlot]] = {}
+        for module in self.modules.values():
+            for section, name, tensor in slots_of(module):
+                if tensor.is_meta:
+                    spec = attrs.evolve(TensorSpec.of(tensor), device=device)
+                    slot = StagedSlot(section=section, name=name, spec=spec, seeds=[])
+                    found.setdefault(id(module), []).append(slot)
         return found
 
     def _watch(self, placed: dict[tuple[int, str, str], tuple[torch.Tensor, Staging]]) -> None:
@@ -229,7 +244,7 @@ class Board:
         name = intake.name_of(source)
         if source is not None:
             self._check_copy(intake, name, entry, target, source)
-        intake.consumed(name)
+        intake.consumed(name, entry.names[0])
         if self._trial is not None:
             return False
         if entry.staging is None:
@@ -278,7 +293,9 @@ class Board:
     def after_write(self, watched: Watched, region: Region | None) -> None:
         """Note when the unit of a tensor is complete."""
         entry = self._by_watched.get(id(watched))
-        if entry is None or entry.unit is None or self._initial or self._atomic:
+        if entry is None or entry.unit is None or self._atomic:
+            return
+        if self._initial and not entry.unit.fresh:
             return
         if entry.complete and entry.unit.complete:
             self._ready[id(entry.unit)] = entry.unit
@@ -347,7 +364,8 @@ class Board:
     def plan(self, unit: Unit) -> None:
         """Work out the commit of ``unit``; changes nothing."""
         self._grow(unit.allocate())
-        unit.plan_commit()
+        if not unit.fresh:
+            unit.plan_commit()
 
     def commit(self, unit: Unit) -> None:
         """Commit ``unit`` and close its tensors to further writes."""
@@ -393,6 +411,34 @@ class Board:
             for pattern in self._allow_missing
         )
         return math.prod(entry.ledger.shape) > 0 and not any(allowed)
+
+    def check_unclaimed(self) -> None:
+        """Check the tensors that had a place of their own once, and share one with another now.
+
+        A framework may tie two parameters after it has loaded both with equal values. From then
+        on its loaders ignore the second name, whose values must still be those of the first.
+
+        Raises:
+            WeightMismatchError: they differ, so that the model would have to be untied.
+        """
+        manifest = self._intake.manifest or {}
+        for name, tensor in self._intake.unclaimed.items():
+            place = manifest[name].place
+            entry = next((one for one in self._entries if place in one.names), None)
+            live = None
+            if entry is not None:
+                module, section, key = entry.slots[0]
+                live = vars(module)[section].get(key) if entry.closed else entry.tensor
+            if live is not None and live.numel() == tensor.numel():
+                if torch.equal(live.detach().flatten(), tensor.to(live).flatten()):
+                    continue
+            raise WeightMismatchError(
+                f"{name!r} filled {place!r} in the load that made the model, and the model's "
+                f"loaders ignored it now. The two that were tied then differ in these weights; "
+                f"start the engine again on them.",
+                name=name,
+                place=place,
+            )
 
     def incomplete(self, names: list[str], received: int) -> IncompleteLoadError:
         """Make the error that says what never arrived."""

@@ -30,6 +30,7 @@ class Framework:
         registry: what modules need after loading.
 
     Attributes:
+        device: where tensors that were constructed without data get their memory.
         requires_all: whether the first load must bring every parameter; ``False`` if the
             framework checks that itself.
         advice: what to tell a user whose model was not loaded through a session.
@@ -41,7 +42,7 @@ class Framework:
     def __init__(self, registry: ModuleRegistry | None = None) -> None:
         self.registry = default_registry if registry is None else registry
         self._dtype = torch.get_default_dtype()
-        self._device = torch.get_default_device()
+        self.device = torch.get_default_device()
 
     @contextmanager
     def ambient(self, model: nn.Module) -> Iterator[None]:
@@ -53,10 +54,10 @@ class Framework:
         torch.set_default_dtype(self._dtype)
         try:
             with torch.no_grad():
-                if torch.get_default_device() == self._device:
+                if torch.get_default_device() == self.device:
                     yield
                 else:
-                    with self._device:
+                    with self.device:
                         yield
         finally:
             torch.set_default_dtype(before)

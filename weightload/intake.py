@@ -40,6 +40,7 @@ class Intake:
         nbytes: size of all tensors that came.
         casts: names of tensors that were stored in another dtype.
         broadcast: names of tensors that a loader spread over a larger place.
+        unclaimed: tensors that filled something in the load that made the model, and nothing now.
     """
 
     manifest: Mapping[str, SourceFact] | None
@@ -50,6 +51,8 @@ class Intake:
     nbytes: int = 0
     casts: set[str] = attrs.field(factory=set)
     broadcast: set[str] = attrs.field(factory=set)
+    unclaimed: dict[str, torch.Tensor] = attrs.field(factory=dict)
+    _held: dict[str, torch.Tensor] = attrs.field(factory=dict)
     _by_storage: dict[int, str] = attrs.field(factory=dict)
     _batch: list[str] = attrs.field(factory=list)
 
@@ -121,12 +124,14 @@ class Intake:
             handed = tensor.detach().clone() if borrowed else tensor
             self._begin(name, handed)
             yield name, handed
+            if not self.seen[name].consumed and self._known_as_consumed(name):
+                self._held[name] = handed
             between()
         self.current = None
 
     def _begin(self, name: str, tensor: torch.Tensor) -> None:
         self.current = name
-        self.seen[name] = SourceFact(shape=tuple(tensor.shape), consumed=False, broadcast=False)
+        self.seen[name] = SourceFact(shape=tuple(tensor.shape))
         self._batch.append(name)
         self.nbytes += tensor.numel() * tensor.element_size()
         key = storage_key(tensor)
@@ -145,10 +150,15 @@ class Intake:
                 return self._by_storage[key]
         return self.current
 
-    def consumed(self, name: str | None) -> None:
-        """Note that the tensor of that name filled something."""
+    def consumed(self, name: str | None, place: str) -> None:
+        """Note that the tensor of that name filled something in the tensor called ``place``."""
         if name is not None and not self.seen[name].consumed:
-            self.seen[name] = attrs.evolve(self.seen[name], consumed=True)
+            self.seen[name] = attrs.evolve(self.seen[name], consumed=True, place=place)
+            self._held.pop(name, None)
+
+    def _known_as_consumed(self, name: str) -> bool:
+        fact = self.manifest.get(name) if self.manifest is not None else None
+        return fact is not None and fact.consumed
 
     def end_batch(self) -> None:
         """Check, after one ``load``, that the model had a place for every new name.
@@ -160,6 +170,8 @@ class Intake:
         batch, self._batch = self._batch, []
         self._by_storage.clear()
         self.current = None
+        self.unclaimed.update((name, tensor.clone()) for name, tensor in self._held.items())
+        self._held.clear()
         if self.manifest is None:
             return
         lost = [

@@ -7,7 +7,7 @@ hook changes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import attrs
@@ -28,6 +28,7 @@ from weightload.record import (
     StagedSlot,
     make_record,
     record_of,
+    slots_of,
 )
 from weightload.registry import ModuleRule, Role
 from weightload.storage import describe_change, make_twins, select
@@ -97,14 +98,17 @@ class Staging:
                 select(twin, region).copy_(value)
         return self.nbytes
 
-    def release(self) -> int:
+    def release(self, keep: Collection[int] = ()) -> int:
         """Take the memory away from the twins; return how many bytes were given back.
+
+        ``keep`` are ids of twins that have become live.
 
         What else looks into the storage (a view that a hook kept) keeps it alive. A loader that
         still holds a twin finds an empty tensor, and the observer refuses a write to it.
         """
         for twin in self.twins:
-            twin.data = torch.empty(0, dtype=twin.dtype, device=twin.device)
+            if id(twin) not in keep:
+                twin.data = torch.empty(0, dtype=twin.dtype, device=twin.device)
         given = self.nbytes if self.allocated else 0
         self.allocated = False
         return given
@@ -155,6 +159,8 @@ class Unit:
         changes: what their hooks changed the first time, in order of processing.
         slots: the tensors that need staging, by module.
         entries: what a load fills.
+        fresh: its tensors had no data before this load, so what the hooks make becomes live.
+        committed: whether it is done.
     """
 
     modules: dict[str, nn.Module]
@@ -162,6 +168,7 @@ class Unit:
     changes: list[Change] = attrs.field(factory=list)
     slots: list[tuple[nn.Module, StagedSlot]] = attrs.field(factory=list)
     entries: list[Entry] = attrs.field(factory=list)
+    fresh: bool = False
     committed: bool = False
     _live: list[ObjectState] = attrs.field(factory=list)
     _stagings: dict[int, Staging] = attrs.field(factory=dict)
@@ -269,7 +276,13 @@ class Unit:
         return self._end()
 
     def _end(self) -> int:
-        released = sum(staging.release() for staging in self._stagings.values())
+        live = {
+            id(tensor)
+            for module in self.modules.values()
+            for _, _, tensor in slots_of(module)
+            if self.fresh
+        }
+        released = sum(staging.release(live) for staging in self._stagings.values())
         for entry in self.entries:
             entry.closed = entry.closed or self.staged
         self._live, self._plan, self._stagings = [], [], {}

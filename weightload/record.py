@@ -215,11 +215,13 @@ class SourceFact:
         shape: shape of the tensor that came under it.
         consumed: whether it filled anything.
         broadcast: whether the model's loader spread it over a larger place.
+        place: qualified name of the first tensor that it filled.
     """
 
     shape: tuple[int, ...]
-    consumed: bool
-    broadcast: bool
+    consumed: bool = False
+    broadcast: bool = False
+    place: str | None = None
 
 
 def record_of(module: nn.Module) -> ModuleRecord | None:

@@ -191,30 +191,48 @@ class WeightLoadSession:
             finally:
                 vars(self.model).pop("load_weights", None)
 
-    def check(self, weights: Mapping[str, torch.Tensor], *, complete: bool) -> None:
+    def check(
+        self, weights: Mapping[str, torch.Tensor | tuple[int, ...]], *, complete: bool
+    ) -> None:
         """Check a whole set of names and shapes before any of it is written.
 
-        Only shapes are looked at, and the data of names that the model's first load did not have.
+        The data of a tensor is looked at only if the load that made the model did not have its
+        name: then the model's loaders are asked to take it, without any write.
 
         Args:
-            weights: every tensor that is going to be loaded.
+            weights: every tensor that is going to be loaded, or its shape. A mapping of shapes
+                may have a method ``tensor(name)`` that gets the tensor.
             complete: whether nothing else will be loaded in this session.
 
         Raises:
             CheckpointError: something does not fit, or is missing.
         """
         with self._call("check", None), self._failing("check"):
-            with self._loading():
-                self._check(list(weights.items()))
-            if complete and self._intake.manifest is not None:
-                absent = [
-                    name
-                    for name, fact in self._intake.manifest.items()
-                    if fact.consumed and name not in weights and name not in self._intake.seen
-                ]
-                unknown = any(name not in self._intake.manifest for name in weights)
-                if absent and not unknown:
-                    raise self._missing(absent, len(weights))
+            manifest = self._intake.manifest
+            if manifest is None:
+                return
+            unknown = []
+            getter = getattr(weights, "tensor", None)
+            for name, value in weights.items():
+                shape = tuple(value.shape) if isinstance(value, torch.Tensor) else tuple(value)
+                self._intake.check_shape(name, shape)
+                if name not in manifest:
+                    unknown.append(name)
+            tensors = [
+                (name, value if isinstance(value, torch.Tensor) else getter(name))
+                for name, value in ((name, weights[name]) for name in unknown)
+                if isinstance(value, torch.Tensor) or getter is not None
+            ]
+            if tensors:
+                with self._loading():
+                    self._rehearse(tensors)
+            absent = [
+                name
+                for name, fact in manifest.items()
+                if fact.consumed and name not in weights and name not in self._intake.seen
+            ]
+            if complete and absent and not unknown:
+                raise self._missing(absent, len(weights))
 
     def finish(self) -> Receipt:
         """Process and commit what is left, and verify the model.
@@ -492,6 +510,7 @@ class WeightLoadSession:
         lost = board.missing()
         if lost:
             raise self._missing(lost)
+        board.check_unclaimed()
         with ownership.entered(self), board.framework.ambient(self.model):
             if self._kind == "initial":
                 board.framework.before_processing(self.model)

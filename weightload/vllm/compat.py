@@ -1,0 +1,153 @@
+"""The one place that knows vLLM's private names; features are detected, versions never compared.
+
+Seen to matter between vLLM 0.25 and 0.32: which attention layers are processed late, whether a
+model as a whole has a hook, whether untied word embeddings are tied again, whether a layer
+reconciles the tensor-parallel state of new parameters, and where online quantisation keeps the
+loaders that it wraps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = [
+    "device_context",
+    "is_late_attention",
+    "layers_on_meta",
+    "recorded_format",
+    "release_memory",
+    "retie_word_embeddings",
+    "set_torchao_attributes",
+    "take_over_online_layer",
+    "update_tensor_parallel_state",
+]
+
+
+def _find(module: str, name: str) -> Any:
+    """Return a private name of vLLM, or ``None`` in a version that does not have it."""
+    try:
+        return getattr(importlib.import_module(module), name, None)
+    except ImportError:
+        return None
+
+
+def is_late_attention(module: nn.Module) -> bool:
+    """Whether vLLM processes ``module`` after all other layers."""
+    known = _find("vllm.model_executor.layers.attention", "is_deferred_attention_layer")
+    if known is not None:
+        return bool(known(module))
+    names = ("Attention", "MLAAttention", "MMEncoderAttention")
+    classes = tuple(
+        cls
+        for home in (
+            "vllm.model_executor.layers.attention",
+            "vllm.model_executor.layers.attention.mm_encoder_attention",
+        )
+        for cls in (_find(home, name) for name in names)
+        if isinstance(cls, type)
+    )
+    return isinstance(module, classes)
+
+
+def retie_word_embeddings(model: nn.Module, model_config: Any) -> None:
+    """Tie an output head again that vLLM had untied and whose values equal the embedding's."""
+    retie = _find("vllm.model_executor.model_loader.weight_tying", "maybe_retie_word_embeddings")
+    if retie is not None:
+        retie(model, model_config)
+
+
+def update_tensor_parallel_state(module: nn.Module) -> None:
+    """Let a layer correct the tensor-parallel state of parameters that its hook made."""
+    update = getattr(module, "update_param_tp_status", None)
+    if callable(update):
+        update()
+
+
+def set_torchao_attributes(model: nn.Module, model_config: Any) -> None:
+    """Set what vLLM sets on models that torchao quantised."""
+    if model_config.quantization == "torchao":
+        setter = _find("vllm.model_executor.model_loader.reload", "set_torchao_reload_attrs")
+        if setter is not None:
+            setter(model, model_config)
+
+
+def process_hpc_modules(model: nn.Module) -> None:
+    """Run the pass over HPC modules that vLLM up to 0.29 has after attention."""
+    cls = _find("vllm.model_executor.layers.hpc.hpc_module", "HpcModule")
+    hook = getattr(cls, "process_weights_after_loading", None)
+    if callable(hook):
+        hook(model)
+
+
+@contextlib.contextmanager
+def device_context(module: nn.Module, device: torch.device, method: Any) -> Iterator[None]:
+    """Have the parameters of ``module`` on the device while its hook runs, as vLLM does."""
+    from vllm.model_executor.model_loader.utils import device_loading_context
+
+    if not getattr(method, "requires_device_loading", True):
+        yield
+        return
+    with device_loading_context(module, device):
+        yield
+
+
+def release_memory(device: torch.device) -> None:
+    """Give cached memory back if the system is short of it, as vLLM does after each layer."""
+    release = _find("vllm.utils.mem_utils", "release_device_memory_under_pressure")
+    if release is not None:
+        release(device)
+
+
+_LAYERWISE = "vllm.model_executor.model_loader.reload.layerwise"
+
+
+def _info(module: nn.Module) -> Any:
+    table = _find(_LAYERWISE, "LAYERWISE_INFO")
+    return table.get(module) if table is not None else None
+
+
+def layers_on_meta(model: nn.Module) -> list[nn.Module]:
+    """Return the layers that online quantisation constructed on meta, with wrapped loaders."""
+    found = []
+    for module in model.modules():
+        info = _info(module)
+        if info is not None and info.can_load():
+            found.append(module)
+    return found
+
+
+def take_over_online_layer(module: nn.Module) -> None:
+    """Take vLLM's wrappers off the loaders of a layer, so that it is not wrapped twice."""
+    original = _find(_LAYERWISE, "_get_original_loader")
+    for section in (module._parameters, module._buffers):
+        for tensor in section.values():
+            if tensor is not None and hasattr(tensor, "weight_loader"):
+                tensor.weight_loader = original(tensor)  # type: ignore[attr-defined]
+    _info(module).reset()
+
+
+def recorded_format(module: nn.Module) -> dict[tuple[str, str], torch.Tensor] | None:
+    """Return the meta tensors that vLLM recorded when it constructed ``module``.
+
+    Returns:
+        By section and name; ``None`` if vLLM never recorded the module.
+    """
+    info = _info(module)
+    if info is None:
+        return None
+    restore = _find("vllm.model_executor.model_loader.reload.sanitize", "restore_layer_refs")
+    parameters, buffers = info.restore_metadata
+    found = {}
+    for section, tensors in (("_parameters", parameters), ("_buffers", buffers)):
+        for name, tensor in tensors.items():
+            copy = tensor.detach()
+            copy.__class__ = tensor.__class__
+            copy.__dict__.update(tensor.__dict__)
+            found[section, name] = restore(copy, module) if restore is not None else copy
+    return found

@@ -1,0 +1,263 @@
+"""What runs in a worker: a session on its model, through methods that can be called by RPC.
+
+Every method returns plain data, one *outcome* per rank, and raises nothing: an executor that gets
+an exception from one rank stops to listen to the others. :func:`gather` turns the outcomes of all
+ranks into their values, or raises what went wrong.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from weightload.bucket import read_bucket
+from weightload.errors import UnsupportedError, WeightLoadError
+from weightload.files import Header, checkpoint_folder, read_headers
+from weightload.lifecycle import abort_reload, finish_reload, start_reload
+from weightload.ownership import open_session, poison_of, weights_version
+from weightload.record import record_of
+from weightload.vllm.framework import VllmFramework
+
+__all__ = ["OPERATIONS", "WorkerExtension", "gather", "run_operation", "worker_extension"]
+
+Outcome = dict[str, Any]
+
+
+def gather(outcomes: Iterable[Outcome]) -> list[Any]:
+    """Return the value of each rank.
+
+    Raises:
+        WeightLoadError: the first rank that failed, with a note for every other.
+    """
+    outcomes = list(outcomes)
+    failed = [outcome for outcome in outcomes if "error" in outcome]
+    if not failed:
+        return [outcome["value"] for outcome in outcomes]
+    first = failed[0]
+    error: BaseException = first.get("exception") or WeightLoadError.from_plain(first["error"])
+    if isinstance(error, WeightLoadError):
+        error.facts.setdefault("rank", first["rank"])
+    if len(outcomes) > 1:
+        error.add_note(f"weightload: raised on rank {first['rank']} of {len(outcomes)}.")
+    for other in failed[1:]:
+        error.add_note(f"weightload: rank {other['rank']} too: {other['error']['message']}")
+    raise error
+
+
+def _start(worker: Any, version: str | int | None = None, commit: Any = "stream") -> Any:
+    model = worker.get_model()
+    _refuse_while_asleep(worker)
+    framework = None
+    if record_of(model) is None:
+        framework = VllmFramework(worker.vllm_config, worker.model_config, worker.device)
+    start_reload(model, framework=framework, version=version, commit=commit)
+    return _status(worker)
+
+
+def _check(worker: Any, shapes: Mapping[str, Iterable[int]]) -> Any:
+    session = _session(worker)
+    session.check({name: tuple(shape) for name, shape in shapes.items()}, complete=True)
+    return None
+
+
+def _load(worker: Any, weights: Any) -> Any:
+    session = _session(worker)
+    if isinstance(weights, Mapping):
+        session.check(weights, complete=True)
+    session.load(weights)
+    return None
+
+
+def _load_bucket(worker: Any, path: str, table: list[Any]) -> Any:
+    _session(worker).load(list(read_bucket(path, table)))
+    return None
+
+
+def _load_path(worker: Any, path: str | None = None) -> Any:
+    session = _session(worker)
+    model = worker.get_model()
+    loader = _loader(worker)
+    model_config = worker.model_config
+    if path is not None:
+        folder = checkpoint_folder(path)
+        model_config = copy.copy(model_config)
+        model_config.model = str(folder)
+        model_config.model_weights = ""
+        model_config.revision = None
+    headers = _headers(loader, model_config, model)
+    if headers is not None:
+        session.check(_Lazy(headers), complete=True)
+    session.load(loader.get_all_weights(model_config, model), borrowed=False)
+    return None
+
+
+def _finish(worker: Any) -> Any:
+    receipt = finish_reload(worker.get_model()).to_plain()
+    for name in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):
+        reset = getattr(worker.model_runner, name, None)
+        if callable(reset):
+            reset()
+    return {**receipt, "rank": worker.rank}
+
+
+def _abort(worker: Any, cause: str = "aborted by the caller") -> Any:
+    model = worker.get_model()
+    if open_session(model) is None:
+        return None
+    return {**abort_reload(model, cause).to_plain(), "rank": worker.rank}
+
+
+def _status(worker: Any) -> Any:
+    model = worker.get_model()
+    session = open_session(model)
+    poison = poison_of(model)
+    return {
+        "rank": worker.rank,
+        "session": None if session is None else session.id,
+        "state": None if session is None else session.state.value,
+        "version": weights_version(model),
+        "poison": None if poison is None else poison.cause,
+    }
+
+
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    "start": _start,
+    "check": _check,
+    "load": _load,
+    "load_bucket": _load_bucket,
+    "load_path": _load_path,
+    "finish": _finish,
+    "abort": _abort,
+    "status": _status,
+}
+"""What a worker can be asked to do; each is called as ``operation(worker, **arguments)``."""
+
+
+def run_operation(worker: Any, operation: str, local: bool = False, **arguments: Any) -> Outcome:
+    """Run one operation in a worker and return its outcome.
+
+    Args:
+        worker: vLLM's worker.
+        operation: a key of :data:`OPERATIONS`.
+        local: whether the caller is in this process, so that exceptions can travel as they are.
+        arguments: for the operation.
+    """
+    try:
+        return {"rank": worker.rank, "value": OPERATIONS[operation](worker, **arguments)}
+    except Exception as error:
+        known = error if isinstance(error, WeightLoadError) else _foreign(error)
+        outcome: Outcome = {"rank": worker.rank, "error": known.to_plain()}
+        if local:
+            outcome["exception"] = error
+        return outcome
+
+
+def _foreign(error: Exception) -> WeightLoadError:
+    known = WeightLoadError(f"{type(error).__name__}: {error}")
+    for note in getattr(error, "__notes__", ()):
+        known.add_note(note)
+    return known
+
+
+def worker_extension(prefix: str) -> type:
+    """Make a class for vLLM's ``worker_extension_cls`` whose methods start with ``prefix_``.
+
+    Methods: ``start(version=None, commit="stream")``, ``check(shapes)``, ``load(weights)``,
+    ``load_bucket(path, table)``, ``load_path(path=None)``, ``finish()``, ``abort(cause=...)`` and
+    ``status()``. Each returns an outcome; see :func:`gather`. To choose a prefix, give the class
+    a name in a module of your own: ``MyExtension = worker_extension("my")``.
+    """
+
+    def method(operation: str) -> Callable[..., Outcome]:
+        @functools.wraps(OPERATIONS[operation])
+        def call(self: Any, *args: Any, **kwargs: Any) -> Outcome:
+            return run_operation(self, operation, **_named(operation, args), **kwargs)
+
+        return call
+
+    methods = {f"{prefix}_{operation}": method(operation) for operation in OPERATIONS}
+    return type("WorkerExtension", (), {"__doc__": worker_extension.__doc__, **methods})
+
+
+def _named(operation: str, args: tuple[Any, ...]) -> dict[str, Any]:
+    code = OPERATIONS[operation].__code__
+    names = code.co_varnames[1 : code.co_argcount]
+    return dict(zip(names, args, strict=False))
+
+
+WorkerExtension = worker_extension("weightload")
+
+
+def _session(worker: Any) -> Any:
+    from weightload.errors import UsageError
+
+    session = open_session(worker.get_model())
+    if session is None:
+        raise UsageError("No session is open on this rank; call start first.")
+    return session
+
+
+def _refuse_while_asleep(worker: Any) -> None:
+    if getattr(worker, "_sleep_saved_buffers", None):
+        raise UnsupportedError("The engine is asleep; wake its weights up before a reload.")
+
+
+def _loader(worker: Any) -> Any:
+    from vllm.model_executor.model_loader import get_model_loader
+
+    config = worker.vllm_config.load_config
+    loader = get_model_loader(config)
+    inner = getattr(loader, "inner", loader)
+    if hasattr(inner, "get_all_weights"):
+        return inner
+    # An engine that started on dummy weights still reads real checkpoints.
+    config = copy.copy(config)
+    config.load_format = "auto"
+    config.model_loader_extra_config = {}
+    return get_model_loader(config)
+
+
+def _headers(loader: Any, model_config: Any, model: nn.Module) -> dict[str, Header] | None:
+    """Return the headers of the files that will be read, ``None`` if they cannot be foretold."""
+    prepare = getattr(loader, "_prepare_weights", None)
+    if prepare is None or getattr(model, "secondary_weights", ()):
+        return None
+    _, files, safetensors, _ = prepare(
+        model_config.model,
+        None,
+        model_config.revision,
+        getattr(model, "fall_back_to_pt_during_load", True),
+        getattr(model, "allow_patterns_overrides", None),
+    )
+    return read_headers(sorted(files)) if safetensors else None
+
+
+class _Lazy(Mapping[str, Any]):
+    """Shapes of a checkpoint's tensors, and the tensors themselves when they are asked for."""
+
+    def __init__(self, headers: dict[str, Header]) -> None:
+        self._headers = headers
+
+    def __getitem__(self, name: str) -> Any:
+        return self._headers[name].shape
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._headers)
+
+    def __len__(self) -> int:
+        return len(self._headers)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Read one tensor."""
+        from safetensors import safe_open
+
+        file: Path = self._headers[name].file
+        with safe_open(file, framework="pt") as opened:
+            found: torch.Tensor = opened.get_tensor(name)
+        return found
