@@ -27,8 +27,11 @@ from weightload.ledger import Region, RegionLedger, full_region
 from weightload.observer import Watched, WriteObserver
 from weightload.record import (
     HookRecording,
+    ModuleRecord,
+    SharedRegions,
     Slot,
     StagedSlot,
+    made_by_hooks,
     make_record,
     record_of,
     scope_of,
@@ -152,13 +155,16 @@ class Board:
             return {}
         shared: dict[int, int] = {}
         found: dict[int, list[StagedSlot]] = {}
+        made = {slot for module in self.modules.values() for slot in made_by_hooks(module)}
         for module in self.modules.values():
             record = record_of(module)
             for section, name, tensor in slots_of(module):
                 key = storage_key(tensor)
-                if key is None or (record is not None and (section, name) in record.staged):
+                if key is None or (id(module), section, name) in made:
                     continue
-                gaps = record.gaps.get((section, name)) if record is not None else None
+                if record is not None and (section, name) in record.staged:
+                    continue
+                gaps = self._gaps_of(module, section, name, tensor)
                 whole = [full_region(tensor.shape)]
                 spec = TensorSpec.of(tensor, shared.setdefault(key, new_group()))
                 seeds = [
@@ -180,12 +186,27 @@ class Board:
                     found.setdefault(id(module), []).append(slot)
         return found
 
+    def _shared_of(self, record: ModuleRecord | None, section: str, name: str) -> SharedRegions:
+        known = record.shared.get((section, name)) if record is not None else None
+        return known if known is not None and not self._initial else SharedRegions()
+
+    def _gaps_of(
+        self, module: nn.Module, section: str, name: str, tensor: torch.Tensor
+    ) -> list[Region] | None:
+        """Return the regions that no checkpoint brings, ``None`` if nobody knows."""
+        record = record_of(module)
+        if self._initial:
+            return None
+        if record is not None and (section, name) in record.gaps:
+            return record.gaps[section, name]
+        return None if self._intake.manifest is None else [full_region(tensor.shape)]
+
     def _watch(self, placed: dict[tuple[int, str, str], tuple[torch.Tensor, Staging]]) -> None:
         for name, module in self.modules.items():
             record = record_of(module)
             unit = self._members.get(id(module))
             for section, key, tensor in slots_of(module):
-                gaps = record.gaps.get((section, key)) if record is not None else None
+                gaps = self._gaps_of(module, section, key, tensor)
                 entry = self._by_tensor.get(id(tensor))
                 if entry is not None:
                     entry.names.append(_join(name, key))
@@ -197,9 +218,9 @@ class Board:
                     slots=[(module, section, key)],
                     tensor=tensor,
                     ledger=RegionLedger(shape=tuple(tensor.shape)),
-                    gaps=None if self._initial else gaps,
+                    gaps=gaps,
                     required=isinstance(tensor, nn.Parameter),
-                    unit=unit,
+                    shared=self._shared_of(record, section, key),
                     staging=staging,
                 )
                 entry.watched = self.observer.watch(tensor)
@@ -211,6 +232,23 @@ class Board:
                     self._by_watched[id(entry.watched)] = entry
                     if staging is not None:
                         self._stagings[entry.watched.storage] = staging
+        for unit in self.units:
+            self._find_reads(unit)
+
+    def _find_reads(self, unit: Unit) -> None:
+        """Enter what must be complete before the quantisation hooks of ``unit`` may run."""
+        inside = list(unit.modules.values())
+        for hook in unit.hooks:
+            if hook.rule.role is Role.QUANT:
+                inside += hook.module.modules()
+        found: dict[int, Entry] = {}
+        for module in inside:
+            for _, _, tensor in slots_of(module):
+                entry = self._by_tensor[id(tensor)]
+                found[id(entry)] = entry
+        unit.reads = list(found.values())
+        for entry in unit.reads:
+            entry.readers.append(unit)
 
     # ------------------------------------------------------------------ listening
 
@@ -247,13 +285,20 @@ class Board:
         intake.consumed(name, entry.names[0])
         if self._trial is not None:
             return False
+        if region is not None and entry.shared.winner.get(region, name) != name:
+            if not self._initial:
+                self._note_ready(entry)
+                return False
         if entry.staging is None:
             self._session.mark_dirty()
         self._counts.bytes_written += target.numel() * target.element_size()
         if region is None:
             return True
         other = entry.ledger.enter(region, name)
-        if other is not None and not self._initial:
+        if other is not None and self._initial:
+            entry.shared.winner[region] = name
+            entry.shared.names |= {one for one in (name, other) if one is not None}
+        elif other is not None:
             if source is not None and torch.equal(target, source.to(target)):
                 return False
             raise DuplicateWeightError(
@@ -293,12 +338,11 @@ class Board:
     def after_write(self, watched: Watched, region: Region | None) -> None:
         """Note when the unit of a tensor is complete."""
         entry = self._by_watched.get(id(watched))
-        if entry is None or entry.unit is None or self._atomic:
+        if entry is None or not entry.readers or self._atomic or not entry.complete:
             return
-        if self._initial and not entry.unit.fresh:
-            return
-        if entry.complete and entry.unit.complete:
-            self._ready[id(entry.unit)] = entry.unit
+        for unit in entry.readers:
+            if (unit.fresh or not self._initial) and unit.complete:
+                self._ready[id(unit)] = unit
 
     def take_ready(self) -> list[Unit]:
         """Return the units that became complete since the last call."""
@@ -458,7 +502,7 @@ class Board:
         """Make the error for a unit that is to be processed too early."""
         names = [
             f"{entry.names[0]}{_described(entry)}"
-            for entry in unit.entries
+            for entry in unit.reads
             if not entry.complete
         ]
         return self.incomplete(names, len(self._intake.seen))
@@ -487,7 +531,10 @@ class Board:
         for entry in self._entries:
             if entry.gaps is None:
                 for module, section, name in entry.slots:
-                    make_record(module).gaps[section, name] = entry.ledger.missing()
+                    record = make_record(module)
+                    record.gaps[section, name] = entry.ledger.missing()
+                    if entry.shared.winner:
+                        record.shared[section, name] = entry.shared
         touched = {(id(module), section, name) for module, section, name in self._touched}
         for group in self._aliases:
             if not any((id(m), section, name) in touched for (m, section, name), _ in group):

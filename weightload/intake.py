@@ -7,6 +7,7 @@ from typing import Any
 
 import attrs
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from weightload.errors import (
     DuplicateWeightError,
@@ -53,7 +54,7 @@ class Intake:
     broadcast: set[str] = attrs.field(factory=set)
     unclaimed: dict[str, torch.Tensor] = attrs.field(factory=dict)
     _held: dict[str, torch.Tensor] = attrs.field(factory=dict)
-    _by_storage: dict[int, str] = attrs.field(factory=dict)
+    _by_storage: dict[int, tuple[str, StorageWeakRef]] = attrs.field(factory=dict)
     _batch: list[str] = attrs.field(factory=list)
 
     def check_pair(self, name: Any, tensor: Any) -> None:
@@ -136,7 +137,8 @@ class Intake:
         self.nbytes += tensor.numel() * tensor.element_size()
         key = storage_key(tensor)
         if key is not None:
-            self._by_storage[key] = name
+            # The weak reference keeps the key from being used for another storage.
+            self._by_storage[key] = (name, StorageWeakRef(tensor.untyped_storage()))
 
     def name_of(self, source: torch.Tensor | None) -> str | None:
         """Return the source name that a write belongs to.
@@ -147,7 +149,7 @@ class Intake:
         if source is not None:
             key = storage_key(source)
             if key is not None and key in self._by_storage:
-                return self._by_storage[key]
+                return self._by_storage[key][0]
         return self.current
 
     def consumed(self, name: str | None, place: str) -> None:

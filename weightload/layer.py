@@ -24,6 +24,7 @@ from weightload.record import (
     Change,
     ModuleRecord,
     ObjectState,
+    SharedRegions,
     Slot,
     StagedSlot,
     make_record,
@@ -46,8 +47,9 @@ class Entry:
         tensor: what loaders write to, the live tensor or its twin.
         ledger: what arrived.
         gaps: regions that no checkpoint brings; ``None`` if nobody knows yet.
+        shared: regions that several source tensors fill.
         required: whether a load must bring all of it when nobody knows the gaps.
-        unit: what is processed when it is complete, if anything is.
+        readers: what is processed when it, and all else that is read then, is complete.
         staging: the memory behind the twin; ``None`` if loaders write to the live tensor.
         watched: the observer's handle.
         closed: whether its unit was processed, so that nothing more may arrive.
@@ -59,7 +61,8 @@ class Entry:
     ledger: RegionLedger
     gaps: list[Region] | None
     required: bool
-    unit: Unit | None = None
+    shared: SharedRegions = attrs.field(factory=SharedRegions)
+    readers: list[Unit] = attrs.field(factory=list)
     staging: Staging | None = None
     watched: Watched | None = None
     closed: bool = False
@@ -159,6 +162,8 @@ class Unit:
         changes: what their hooks changed the first time, in order of processing.
         slots: the tensors that need staging, by module.
         entries: what a load fills.
+        reads: what its quantisation hooks may read: its entries, those of modules inside, and
+            tensors that it shares with other modules.
         fresh: its tensors had no data before this load, so what the hooks make becomes live.
         committed: whether it is done.
     """
@@ -168,6 +173,7 @@ class Unit:
     changes: list[Change] = attrs.field(factory=list)
     slots: list[tuple[nn.Module, StagedSlot]] = attrs.field(factory=list)
     entries: list[Entry] = attrs.field(factory=list)
+    reads: list[Entry] = attrs.field(factory=list)
     fresh: bool = False
     committed: bool = False
     _live: list[ObjectState] = attrs.field(factory=list)
@@ -187,7 +193,7 @@ class Unit:
     @property
     def complete(self) -> bool:
         """Whether everything arrived that a checkpoint brings."""
-        return all(entry.complete for entry in self.entries)
+        return all(entry.complete for entry in self.reads)
 
     def park(self) -> dict[tuple[int, str, str], tuple[torch.Tensor, Staging]]:
         """Remember the live state and put the state from before the first processing in place.
@@ -399,13 +405,21 @@ def build_units(
         return key
 
     groups: dict[int, int] = {}
+    sharing: dict[int, int] = {}
     wanted: set[int] = set()
     slots: dict[int, list[StagedSlot]] = {}
-    for module in modules.values():
-        record = record_of(module) or ModuleRecord()
+    records = [record_of(module) or ModuleRecord() for module in modules.values()]
+    steps = (step for record in records for step in record.steps.values())
+    changed = {id(change.owner) for step in steps for change in step}
+    for module, record in zip(modules.values(), records, strict=True):
         for change in (change for step in record.steps.values() for change in step):
             if id(change.owner) in parent:
                 parent[find(id(change.owner))] = find(id(module))
+        for strategy in record.strategies:
+            # What one hook left in a strategy object, the hooks of others that share it find.
+            if id(strategy) in changed:
+                other = sharing.setdefault(id(strategy), id(module))
+                parent[find(other)] = find(id(module))
         slots[id(module)] = [*record.staged.values(), *also_staged.get(id(module), ())]
         for slot in slots[id(module)]:
             wanted.add(id(module))
@@ -428,11 +442,11 @@ def build_units(
         unit.hooks += by_module.get(id(module), [])
         unit.slots += [(module, slot) for slot in slots[id(module)]]
     for unit in roots.values():
-        records = [record_of(module) for module in unit.modules.values()]
+        known = [record_of(module) for module in unit.modules.values()]
         unit.changes = [
             change
             for role in Role
-            for record in records
+            for record in known
             if record is not None
             for change in record.steps.get(role, ())
         ]

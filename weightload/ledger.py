@@ -172,6 +172,7 @@ class RegionLedger:
         """
         if region in self._written:
             before = self._written[region]
+            self._written[region] = source
             return before if before != source else None
         self._written[region] = source
         self._volume += volume(region)

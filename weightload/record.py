@@ -178,20 +178,26 @@ class ModuleRecord:
 
     Attributes:
         steps: for each role that was processed, what its hook changed.
+        strategies: the strategy objects that a hook could have changed.
         staged: the tensors that a hook changed, by section and name.
         gaps: for each tensor, the regions that the load which made the model did not bring.
+        shared: for each tensor, the regions that several source tensors fill.
         keepalive: what the last hook made and an opaque object may point at.
         manifest: on the root of a model: the source names of the load that made it.
         framework: on the root of a model: the framework that loads it.
+        inferred: the steps were worked out afterwards, from a model of the same construction.
         copied: the module is a copy of one that has a record, made by deepcopy or pickle.
     """
 
     steps: dict[Role, list[Change]] = attrs.field(factory=dict)
+    strategies: list[Any] = attrs.field(factory=list)
     staged: dict[tuple[str, str], StagedSlot] = attrs.field(factory=dict)
     gaps: dict[tuple[str, str], list[Region]] = attrs.field(factory=dict)
+    shared: dict[tuple[str, str], SharedRegions] = attrs.field(factory=dict)
     keepalive: list[torch.Tensor] = attrs.field(factory=list)
     manifest: dict[str, SourceFact] | None = None
     framework: Any = None
+    inferred: bool = False
     copied: bool = False
 
     def __deepcopy__(self, memo: Any) -> ModuleRecord:
@@ -205,6 +211,22 @@ class ModuleRecord:
 
 def _copied() -> ModuleRecord:
     return ModuleRecord(copied=True)
+
+
+@attrs.define(kw_only=True)
+class SharedRegions:
+    """Regions of one tensor that several source tensors fill, each as a whole.
+
+    Some checkpoints repeat a value under several names (a scale for q, k and v of a fused layer),
+    and the loaders let the last one win. In every later load the same one wins, in any order.
+
+    Attributes:
+        winner: the name whose value counts, by region.
+        names: every name that fills such a region.
+    """
+
+    winner: dict[Region, str | None] = attrs.field(factory=dict)
+    names: set[str] = attrs.field(factory=set)
 
 
 @attrs.frozen(kw_only=True)
@@ -241,6 +263,19 @@ def make_record(module: nn.Module) -> ModuleRecord:
 def drop_record(module: nn.Module) -> None:
     """Forget what is known about ``module``."""
     vars(module).pop(_ATTRIBUTE, None)
+
+
+def made_by_hooks(module: nn.Module) -> Iterator[tuple[int, str, str]]:
+    """Yield the slots that the hooks of ``module`` made: id of the owner, section and name."""
+    record = record_of(module) or ModuleRecord()
+    for change in (change for step in record.steps.values() for change in step):
+        if not isinstance(change.owner, nn.Module):
+            continue
+        known = (record_of(change.owner) or ModuleRecord()).staged
+        for section in SECTIONS:
+            for name in change.entries.get(section, ()):
+                if (section, name) not in known:
+                    yield id(change.owner), section, name
 
 
 def slots_of(module: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
@@ -329,9 +364,12 @@ class HookRecording:
             The slots that it changed, in checkpoint format as the records now say.
         """
         changes = [state.differences(ObjectState.of(state.owner)) for state in self.states]
-        make_record(module).steps[role] = [
+        record = make_record(module)
+        record.steps[role] = [
             change.without_tensors() for change in changes if change is not None
         ]
+        owners = (state.owner for state in self.states)
+        record.strategies = [owner for owner in owners if not isinstance(owner, nn.Module)]
         touched: list[Slot] = []
         for key, (slot, spec, mark) in self.specs.items():
             owner, section, name = slot

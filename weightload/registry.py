@@ -77,10 +77,13 @@ class ModuleRegistry:
         strategies: names of the attributes that hold strategy objects.
         hook: name of a method that shows that a module wants to be processed; a module that has
             it, itself or in a strategy object, and has no rule, is refused.
+        fallback: the rule of modules that no other rule is for, instead of a refusal; strategy
+            objects have no fallback.
     """
 
     strategies: tuple[str, ...] = ("quant_method",)
     hook: str = "process_weights_after_loading"
+    fallback: ModuleRule | None = None
     _types: dict[type, ModuleRule] = attrs.field(factory=dict, init=False)
     _strategy_types: dict[type, ModuleRule] = attrs.field(factory=dict, init=False)
 
@@ -113,7 +116,9 @@ class ModuleRegistry:
 
     def copy(self) -> ModuleRegistry:
         """Return a registry with the same rules, for changes that stay local."""
-        other = ModuleRegistry(strategies=self.strategies, hook=self.hook)
+        other = ModuleRegistry(
+            strategies=self.strategies, hook=self.hook, fallback=self.fallback
+        )
         other._types.update(self._types)
         other._strategy_types.update(self._strategy_types)
         return other
@@ -133,6 +138,8 @@ class ModuleRegistry:
         classified = False
         for owner, table in self._sources(module):
             rule = _along_mro(type(owner), table, module)
+            if rule is None and owner is module:
+                rule = self.fallback
             if rule is None:
                 if callable(getattr(type(owner), self.hook, None)) and owner is not module:
                     raise self._unclassified(module, owner, name)
@@ -163,6 +170,9 @@ class ModuleRegistry:
             condition = ", if its condition holds" if rule.when else ""
             because = f": {rule.reason}" if rule.reason else ""
             return f"{cls.__qualname__} ({kind}) is {rule.role.name}, {via}{condition}{because}"
+        if self.fallback is not None and not strategy:
+            because = f": {self.fallback.reason}" if self.fallback.reason else ""
+            return f"{cls.__qualname__} ({kind}) is {self.fallback.role.name}, by default{because}"
         if callable(getattr(cls, self.hook, None)):
             return (
                 f"{cls.__qualname__} ({kind}) has {self.hook} and no rule; it is refused until "

@@ -19,16 +19,13 @@ from weightload.vllm.native import adopt_native
 
 __all__ = ["VllmFramework", "vllm_registry"]
 
-vllm_registry = ModuleRegistry(strategies=("quant_method",))
-"""What vLLM's modules need. Register the rule for a new attention type here."""
-
-vllm_registry.register(
-    nn.Module,
-    ModuleRule(
+vllm_registry = ModuleRegistry(
+    fallback=ModuleRule(
         role=Role.PLAIN,
         reason="vLLM calls a hook of a module only for attention layers and the whole model",
-    ),
+    )
 )
+"""What vLLM's modules need. Register the rule for a new attention type here."""
 
 
 class VllmFramework(Framework):

@@ -228,7 +228,10 @@ def describe_difference(a: Observation, b: Observation) -> str:
                 min(len(left), len(right)),
             )
             return f"tokens differ at prompt {index} step {step}"
-    return f"log-probabilities differ by up to {_largest_gap(a, b):.3g}"
+    gap = _largest_gap(a, b)
+    if gap == 0.0:
+        return "log-probabilities differ in which tokens they are given for, or in the sign of zero"
+    return f"log-probabilities differ by up to {gap:.3g}"
 
 
 def _largest_gap(a: Observation, b: Observation) -> float:

@@ -53,7 +53,10 @@ def int8_linear(
 def static_linear(
     name: str, rows: int, columns: int, *, gain: float = 1.0, biased: bool = False
 ) -> Tensors:
-    """Yield int8 weights with one scale, and an input scale of which 127 steps are about 3."""
+    """Yield int8 weights with one scale, and an input scale of which 127 steps are about 3.
+
+    Where vLLM fuses layers, it uses the largest of their input scales; the others change nothing.
+    """
     _refuse_bias(name, biased)
     yield (
         f"{name}.weight",
