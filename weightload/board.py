@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -338,11 +338,21 @@ class Board:
     def after_write(self, watched: Watched, region: Region | None) -> None:
         """Note when the unit of a tensor is complete."""
         entry = self._by_watched.get(id(watched))
-        if entry is None or not entry.readers or self._atomic or not entry.complete:
+        if entry is not None:
+            self._note_ready(entry)
+
+    def _note_ready(self, entry: Entry) -> None:
+        if self._atomic or not entry.complete:
             return
         for unit in entry.readers:
-            if (unit.fresh or not self._initial) and unit.complete:
+            if (unit.fresh or not self._initial) and unit.complete and self._repeated(unit):
                 self._ready[id(unit)] = unit
+
+    def _repeated(self, unit: Unit) -> bool:
+        """Whether the names came that only repeat a value: their loaders need the twins."""
+        return all(
+            name in self._intake.seen for entry in unit.entries for name in entry.shared.names
+        )
 
     def take_ready(self) -> list[Unit]:
         """Return the units that became complete since the last call."""
@@ -383,19 +393,21 @@ class Board:
         if not hook.first:
             hook.run()
             return
-        writes = _WrittenStorages()
-        observer = WriteObserver(writes)
         scope = scope_of(hook.module, self.framework.registry)
         recording = HookRecording.start(scope, self._seeds_of)
-        for tensor in recording.tensors:
+        writes = _WrittenStorages(recording.loose)
+        observer = WriteObserver(writes)
+        for tensor in (*recording.tensors, *recording.loose.values()):
             observer.watch(tensor)
         try:
             with observer:
                 hook.run()
         except BaseException:
-            recording.undo()
+            recording.undo(writes.before)
             raise
-        self._touched += recording.finish(hook.module, hook.rule.role, writes.keys)
+        self._touched += recording.finish(
+            hook.module, hook.rule.role, writes.keys, writes.before
+        )
 
     def _seeds_of(self, slot: Slot) -> list[tuple[Region, torch.Tensor]]:
         module, section, name = slot
@@ -598,10 +610,17 @@ class Board:
 
 
 class _WrittenStorages:
-    """Listens for in-place writes of a hook."""
+    """Listens for in-place writes of a hook.
 
-    def __init__(self) -> None:
+    Attributes:
+        keys: the storages that it wrote to.
+        before: by id, what tensors that are no parameters or buffers held before.
+    """
+
+    def __init__(self, loose: Mapping[int, torch.Tensor]) -> None:
         self.keys: dict[int, None] = {}
+        self.before: dict[int, torch.Tensor] = {}
+        self._loose = loose
 
     def before_touch(self, storage: int) -> None:
         """Reading is of no interest."""
@@ -616,6 +635,9 @@ class _WrittenStorages:
         """Note the storage."""
         if target.numel():
             self.keys[watched.storage] = None
+        key = id(watched.tensor)
+        if key in self._loose and key not in self.before:
+            self.before[key] = watched.tensor.detach().clone()
         return True
 
     def after_write(self, watched: Watched, region: Region | None) -> None:

@@ -204,8 +204,9 @@ class Unit:
         owners: dict[int, Any] = {id(module): module for module in self.modules.values()}
         owners.update((id(change.owner), change.owner) for change in self.changes)
         self._live = [ObjectState.of(owner) for owner in owners.values()]
+        copies: dict[int, torch.Tensor] = {}
         for change in reversed(self.changes):
-            change.undo()
+            change.undo(copies)
         twins = make_twins([slot.spec for _, slot in self.slots])
         placed: dict[tuple[int, str, str], tuple[torch.Tensor, Staging]] = {}
         for (module, slot), twin in zip(self.slots, twins, strict=True):

@@ -101,6 +101,17 @@ def _compare_contents(change: Change, name: str, before: Any, after: Any) -> Non
             change.entries.setdefault(name, {})[key] = value
 
 
+@attrs.frozen(eq=False)
+class Overwritten:
+    """Stands for a tensor that is no parameter or buffer and that a hook wrote to in place.
+
+    Attributes:
+        value: what it held before. Each undo makes a copy, for the hook to write to again.
+    """
+
+    value: torch.Tensor
+
+
 @attrs.define(kw_only=True)
 class Change:
     """What a hook changed on one object, with the values from before.
@@ -117,14 +128,19 @@ class Change:
     entries: dict[str, dict[Any, Any]] = attrs.field(factory=dict)
     contents: dict[str, Any] = attrs.field(factory=dict)
 
-    def undo(self) -> None:
+    def undo(self, copies: dict[int, torch.Tensor]) -> None:
         """Put the values from before back.
 
         Tensors in parameters and buffers are left out: their places are emptied, and filled by
         the twins that stage them.
+
+        Args:
+            copies: by id, the copies of :class:`Overwritten` tensors that this undo has made.
         """
         mine = vars(self.owner)
         for name, value in self.attributes.items():
+            if isinstance(value, Overwritten):
+                value = copies.setdefault(id(value), value.value.clone())
             _put(mine, name, value)
         for name, entries in self.entries.items():
             for key, value in entries.items():
@@ -313,6 +329,7 @@ class HookRecording:
     states: list[ObjectState]
     specs: dict[tuple[int, str, str], tuple[Slot, TensorSpec, Fingerprint]]
     seeds: dict[tuple[int, str, str], list[tuple[Region, torch.Tensor]]]
+    loose: dict[int, torch.Tensor]
 
     @classmethod
     def start(
@@ -324,8 +341,12 @@ class HookRecording:
         specs: dict[tuple[int, str, str], tuple[Slot, TensorSpec, Fingerprint]] = {}
         seeds: dict[tuple[int, str, str], list[tuple[Region, torch.Tensor]]] = {}
         states = []
+        loose: dict[int, torch.Tensor] = {}
         for owner in scope:
             states.append(ObjectState.of(owner))
+            for value in states[-1].values.values():
+                if isinstance(value, torch.Tensor) and not value.is_meta:
+                    loose[id(value)] = value
             if not isinstance(owner, nn.Module):
                 continue
             for section, name, tensor in slots_of(owner):
@@ -333,7 +354,7 @@ class HookRecording:
                 slot = (owner, section, name)
                 specs[key] = (slot, TensorSpec.of(tensor), Fingerprint.of(tensor))
                 seeds[key] = seeds_of(slot)
-        return cls(states=states, specs=specs, seeds=seeds)
+        return cls(states=states, specs=specs, seeds=seeds, loose=loose)
 
     @property
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -341,17 +362,27 @@ class HookRecording:
         for (module, section, name), _, _ in self.specs.values():
             yield vars(module)[section][name]
 
-    def undo(self) -> None:
-        """Put everything back after a hook that failed; written values are not undone."""
+    def undo(self, overwritten: Mapping[int, torch.Tensor]) -> None:
+        """Put everything back after a hook that failed; values that loaders bring are not undone.
+
+        Args:
+            overwritten: as for :meth:`finish`.
+        """
         for state in self.states:
             state.restore()
+        for key, value in overwritten.items():
+            self.loose[key].detach().copy_(value)
         for (module, section, name), _, _ in self.specs.values():
             for region, value in self.seeds[id(module), section, name]:
                 target = vars(module)[section][name].detach()
                 target[tuple(slice(*span) for span in region)].copy_(value)
 
     def finish(
-        self, module: nn.Module, role: Role, written: Mapping[int, object]
+        self,
+        module: nn.Module,
+        role: Role,
+        written: Mapping[int, object],
+        overwritten: Mapping[int, torch.Tensor],
     ) -> list[Slot]:
         """Enter into the modules' records what the hook did.
 
@@ -359,11 +390,13 @@ class HookRecording:
             module: the module whose hook it was.
             role: the role it was run in.
             written: keys of the storages that the hook wrote to in place.
+            overwritten: by id of a loose tensor that the hook wrote to, its value from before.
 
         Returns:
             The slots that it changed, in checkpoint format as the records now say.
         """
-        changes = [state.differences(ObjectState.of(state.owner)) for state in self.states]
+        copies = {key: Overwritten(value) for key, value in overwritten.items()}
+        changes = [self._change_of(state, copies) for state in self.states]
         record = make_record(module)
         record.steps[role] = [
             change.without_tensors() for change in changes if change is not None
@@ -384,6 +417,14 @@ class HookRecording:
                 StagedSlot(section=section, name=name, spec=spec, seeds=self.seeds[key]),
             )
         return touched
+
+    @staticmethod
+    def _change_of(state: ObjectState, copies: Mapping[int, Overwritten]) -> Change | None:
+        change = state.differences(ObjectState.of(state.owner)) or Change(owner=state.owner)
+        for name, value in state.values.items():
+            if id(value) in copies:
+                change.attributes[name] = copies[id(value)]
+        return change if change.attributes or change.entries or change.contents else None
 
     def _before(self, slot: Slot) -> torch.Tensor | None:
         owner, section, name = slot
