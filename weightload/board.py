@@ -96,6 +96,7 @@ class Board:
         self._marks: list[tuple[str, Slot, Fingerprint]] = []
         self._touched: list[Slot] = []
         self._aliases: list[list[tuple[Slot, TensorSpec]]] = []
+        self._seeds: dict[int, tuple[TensorSpec, list[tuple[Region, torch.Tensor]]]] = {}
         self._staging_now = 0
         self._counts = Counts()
 
@@ -134,6 +135,9 @@ class Board:
             if not self._initial or unit.changes or unit.slots:
                 unit.fresh = self._initial and not unit.changes
                 placed.update(unit.park())
+        for unit in self.units:
+            if unit.staged:
+                unit.point_aliases()
         self._watch(placed)
 
     def _refuse_unrecorded(self) -> None:
@@ -219,7 +223,8 @@ class Board:
                     tensor=tensor,
                     ledger=RegionLedger(shape=tuple(tensor.shape)),
                     gaps=gaps,
-                    required=isinstance(tensor, nn.Parameter),
+                    required=isinstance(tensor, nn.Parameter)
+                    and not _seeded_whole(record, section, key),
                     shared=self._shared_of(record, section, key),
                     staging=staging,
                 )
@@ -236,19 +241,21 @@ class Board:
             self._find_reads(unit)
 
     def _find_reads(self, unit: Unit) -> None:
-        """Enter what must be complete before the quantisation hooks of ``unit`` may run."""
-        inside = list(unit.modules.values())
+        """Enter what must be complete before the hooks of ``unit`` may run."""
+        found = self._entries_of(unit.modules.values())
         for hook in unit.hooks:
+            inside = self._entries_of(hook.module.modules())
+            hook.reads = list(inside.values())
             if hook.rule.role is Role.QUANT:
-                inside += hook.module.modules()
-        found: dict[int, Entry] = {}
-        for module in inside:
-            for _, _, tensor in slots_of(module):
-                entry = self._by_tensor[id(tensor)]
-                found[id(entry)] = entry
+                found |= inside
         unit.reads = list(found.values())
         for entry in unit.reads:
             entry.readers.append(unit)
+
+    def _entries_of(self, modules: Iterable[nn.Module]) -> dict[int, Entry]:
+        tensors = (tensor for module in modules for _, _, tensor in slots_of(module))
+        entries = [self._by_tensor[id(tensor)] for tensor in tensors]
+        return {id(entry): entry for entry in entries}
 
     # ------------------------------------------------------------------ listening
 
@@ -280,25 +287,28 @@ class Board:
             return True
         intake = self._trial or self._intake
         name = intake.name_of(source)
+        if name is None and source is None and region is not None:
+            # A model that collects its source first goes on with what it has copied.
+            name = entry.ledger.writer(region)
         if source is not None:
             self._check_copy(intake, name, entry, target, source)
         intake.consumed(name, entry.names[0])
         if self._trial is not None:
             return False
-        if region is not None and entry.shared.winner.get(region, name) != name:
-            if not self._initial:
-                self._note_ready(entry)
-                return False
+        first = self._initial or self._intake.lenient
+        if region is not None and not first and self._counts_less(entry, region, name):
+            self._note_ready(entry)
+            return False
         if entry.staging is None:
             self._session.mark_dirty()
         self._counts.bytes_written += target.numel() * target.element_size()
         if region is None:
             return True
         other = entry.ledger.enter(region, name)
-        if other is not None and self._initial:
+        if other is not None and first:
             entry.shared.winner[region] = name
             entry.shared.names |= {one for one in (name, other) if one is not None}
-        elif other is not None:
+        elif other is not None and not {name, other} <= entry.shared.names:
             if source is not None and torch.equal(target, source.to(target)):
                 return False
             raise DuplicateWeightError(
@@ -309,6 +319,46 @@ class Board:
                 parameter=entry.names[0],
             )
         return True
+
+    def _counts_less(self, entry: Entry, region: Region, name: str | None) -> bool:
+        """Whether a name that counts more than ``name`` has filled the region already."""
+        winner = entry.shared.winner.get(region, name)
+        return (
+            winner != name
+            and not entry.shared.ordered
+            and entry.ledger.writer(region) == winner
+        )
+
+    def before_read(self, watched: Watched, region: Region | None) -> None:
+        """Note, in a first load, that a loader computes with what its tensor held before."""
+        entry = self._by_watched.get(id(watched))
+        if entry is None or self._trial is not None or entry.tensor.is_meta:
+            return
+        region = full_region(entry.ledger.shape) if region is None else region
+        self._refuse_unknown_value(entry, region)
+        if not (self._initial or self._intake.lenient):
+            return
+        name = self._intake.current
+        if id(entry) not in self._seeds and entry.ledger.leaves_out(region):
+            self._seeds[id(entry)] = (
+                TensorSpec.of(entry.tensor),
+                [(rest, select(entry.tensor, rest).clone()) for rest in entry.ledger.missing()],
+            )
+        others = {other for other in entry.ledger.writers(region) if other not in (name, None)}
+        if name is not None and others:
+            entry.shared.ordered = True
+            entry.shared.names |= {name, *(other for other in others if other is not None)}
+
+    def _refuse_unknown_value(self, entry: Entry, region: Region) -> None:
+        if self._initial:
+            return
+        if entry.gaps is None and entry.required and entry.staging is not None:
+            if entry.ledger.leaves_out(region):
+                raise UnsupportedError(
+                    f"A loader computes with the value that {entry.names[0]!r} was constructed "
+                    f"with, which is not known. {self.framework.advice}",
+                    parameter=entry.names[0],
+                )
 
     def _check_copy(
         self,
@@ -351,7 +401,7 @@ class Board:
     def _repeated(self, unit: Unit) -> bool:
         """Whether the names came that only repeat a value: their loaders need the twins."""
         return all(
-            name in self._intake.seen for entry in unit.entries for name in entry.shared.names
+            name in self._intake.seen for entry in unit.reads for name in entry.shared.names
         )
 
     def take_ready(self) -> list[Unit]:
@@ -394,7 +444,7 @@ class Board:
             hook.run()
             return
         scope = scope_of(hook.module, self.framework.registry)
-        recording = HookRecording.start(scope, self._seeds_of)
+        recording = HookRecording.start(scope, self._seeds_of, self._slot_of)
         writes = _WrittenStorages(recording.loose)
         observer = WriteObserver(writes)
         for tensor in (*recording.tensors, *recording.loose.values()):
@@ -409,12 +459,18 @@ class Board:
             hook.module, hook.rule.role, writes.keys, writes.before
         )
 
+    def _slot_of(self, tensor: torch.Tensor) -> Slot | None:
+        entry = self._by_tensor.get(id(tensor))
+        return entry.slots[0] if entry is not None else None
+
     def _seeds_of(self, slot: Slot) -> list[tuple[Region, torch.Tensor]]:
         module, section, name = slot
         tensor = vars(module)[section][name]
         entry = self._by_tensor.get(id(tensor))
         if entry is None or tensor.is_meta:
             return []
+        if id(entry) in self._seeds:
+            return self._seeds[id(entry)][1]
         return [(region, select(tensor, region).clone()) for region in entry.ledger.missing()]
 
     def plan(self, unit: Unit) -> None:
@@ -449,7 +505,7 @@ class Board:
     def missing(self) -> list[str]:
         """Return the names of the tensors that this load promised and did not bring."""
         return [
-            f"{entry.names[0]}{_described(entry)}"
+            f"{entry.names[0]}{_described(entry)}{self._needed(entry)}"
             for entry in self._entries
             if not entry.closed and self._is_missing(entry)
         ]
@@ -458,7 +514,7 @@ class Board:
         if not self._initial:
             if entry.gaps is None:
                 return entry.required and not entry.ledger.complete()
-            return not entry.complete
+            return not entry.complete or bool(self._names_missing(entry))
         if not (entry.required and self.framework.requires_all) or entry.ledger.touched:
             return False
         allowed = (
@@ -467,6 +523,38 @@ class Board:
             for pattern in self._allow_missing
         )
         return math.prod(entry.ledger.shape) > 0 and not any(allowed)
+
+    def _names_missing(self, entry: Entry) -> list[str]:
+        """Return names that are needed although others brought the whole tensor."""
+        if not entry.shared.ordered:
+            return []
+        return sorted(entry.shared.names - self._intake.seen.keys())
+
+    def _needed(self, entry: Entry) -> str:
+        names = self._names_missing(entry)
+        return f" (without {name_some(names)})" if names else ""
+
+    def check_overlaps(self) -> None:
+        """Check that no two names filled parts of a tensor that overlap.
+
+        Raises:
+            DuplicateWeightError: they did, and did not in the load that made the model.
+        """
+        for entry in self._entries:
+            conflict = None if entry.shared.overlaps else entry.ledger.conflict()
+            if conflict is None:
+                continue
+            if self._initial:
+                entry.shared.overlaps = True
+                continue
+            one, two = conflict
+            raise DuplicateWeightError(
+                f"{one!r} and {two!r} fill parts of {entry.names[0]!r} that overlap. Send each "
+                f"part once.",
+                name=one,
+                other=two,
+                parameter=entry.names[0],
+            )
 
     def check_unclaimed(self) -> None:
         """Check the tensors that had a place of their own once, and share one with another now.
@@ -510,14 +598,16 @@ class Board:
             received=received,
         )
 
-    def incomplete_unit(self, unit: Unit) -> IncompleteLoadError:
-        """Make the error for a unit that is to be processed too early."""
-        names = [
-            f"{entry.names[0]}{_described(entry)}"
-            for entry in unit.reads
-            if not entry.complete
-        ]
-        return self.incomplete(names, len(self._intake.seen))
+    def check_complete(self, unit: Unit, hook: Hook) -> None:
+        """Check that everything came that a hook is going to read, in a reload.
+
+        Raises:
+            IncompleteLoadError: something did not.
+        """
+        reads = unit.reads if hook.rule.role is Role.QUANT else hook.reads
+        names = [f"{entry.names[0]}{_described(entry)}" for entry in reads if not entry.complete]
+        if unit.staged and names:
+            raise self.incomplete(names, len(self._intake.seen))
 
     # ------------------------------------------------------------------ learning, ending
 
@@ -545,8 +635,14 @@ class Board:
                 for module, section, name in entry.slots:
                     record = make_record(module)
                     record.gaps[section, name] = entry.ledger.missing()
-                    if entry.shared.winner:
+                    if entry.shared.names or entry.shared.overlaps:
                         record.shared[section, name] = entry.shared
+            if id(entry) in self._seeds:
+                spec, seeds = self._seeds[id(entry)]
+                for module, section, name in entry.slots:
+                    slot = StagedSlot(section=section, name=name, spec=spec, seeds=seeds)
+                    make_record(module).staged.setdefault((section, name), slot)
+                self._touched += entry.slots
         touched = {(id(module), section, name) for module, section, name in self._touched}
         for group in self._aliases:
             if not any((id(m), section, name) in touched for (m, section, name), _ in group):
@@ -604,7 +700,7 @@ class Board:
         for collection in (
             self.hooks, self.units, self._members, self._entries, self._by_tensor,
             self._by_watched, self._stagings, self._closed, self._ready, self._marks,
-            self._touched, self._aliases, self.modules,
+            self._touched, self._aliases, self._seeds, self.modules,
         ):  # fmt: skip
             collection.clear()  # type: ignore[attr-defined]
 
@@ -642,6 +738,17 @@ class _WrittenStorages:
 
     def after_write(self, watched: Watched, region: Region | None) -> None:
         """Nothing to do."""
+
+    def before_read(self, watched: Watched, region: Region | None) -> None:
+        """Nothing to do."""
+
+
+def _seeded_whole(record: ModuleRecord | None, section: str, name: str) -> bool:
+    """Whether the value that the tensor was constructed with is known."""
+    slot = record.staged.get((section, name)) if record is not None else None
+    return slot is not None and any(
+        region == full_region(slot.spec.shape) for region, _ in slot.seeds
+    )
 
 
 def _join(module: str, name: str) -> str:

@@ -18,7 +18,7 @@ from weightload.errors import (
 from weightload.record import SourceFact
 from weightload.storage import storage_key
 
-__all__ = ["Intake", "pairs_of"]
+__all__ = ["Intake", "pairs_of", "unpack"]
 
 Pair = tuple[str, torch.Tensor]
 
@@ -96,6 +96,14 @@ class Intake:
                 found=shape,
             )
 
+    def read(self, weights: Mapping[str, torch.Tensor] | Iterable[Pair]) -> list[Pair]:
+        """Return what a source holds, and remember it if the source itself raises."""
+        try:
+            return list(pairs_of(weights))
+        except BaseException as error:
+            self.source_error = error
+            raise
+
     def feed(
         self,
         weights: Iterable[Pair],
@@ -120,7 +128,7 @@ class Intake:
             except BaseException as error:
                 self.source_error = error
                 raise
-            name, tensor = _unpack(pair)
+            name, tensor = unpack(pair)
             self.check_pair(name, tensor)
             handed = tensor.detach().clone() if borrowed else tensor
             self._begin(name, handed)
@@ -196,7 +204,12 @@ class Intake:
         }
 
 
-def _unpack(pair: Any) -> tuple[Any, Any]:
+def unpack(pair: Any) -> tuple[Any, Any]:
+    """Return the two parts of what a source yielded.
+
+    Raises:
+        WeightMismatchError: it has not two parts.
+    """
     try:
         name, tensor = pair
     except (TypeError, ValueError):

@@ -119,11 +119,21 @@ class Staging:
 
 @attrs.define(kw_only=True, eq=False)
 class Hook:
-    """One hook of one module, to be run at most once in a session."""
+    """One hook of one module, to be run at most once in a session.
+
+    Attributes:
+        name: qualified name of the module.
+        module: the module.
+        rule: what is called.
+        reads: the tensors of the module and of the modules inside it.
+        attempted: whether it was called.
+        done: whether it returned.
+    """
 
     name: str
     module: nn.Module
     rule: ModuleRule
+    reads: list[Entry] = attrs.field(factory=list)
     attempted: bool = False
     done: bool = False
 
@@ -165,6 +175,7 @@ class Unit:
         reads: what its quantisation hooks may read: its entries, those of modules inside, and
             tensors that it shares with other modules.
         fresh: its tensors had no data before this load, so what the hooks make becomes live.
+        inferred: what the hooks did was worked out afterwards, not recorded.
         committed: whether it is done.
     """
 
@@ -175,6 +186,7 @@ class Unit:
     entries: list[Entry] = attrs.field(factory=list)
     reads: list[Entry] = attrs.field(factory=list)
     fresh: bool = False
+    inferred: bool = False
     committed: bool = False
     _live: list[ObjectState] = attrs.field(factory=list)
     _stagings: dict[int, Staging] = attrs.field(factory=dict)
@@ -221,6 +233,11 @@ class Unit:
             placed[id(module), slot.section, slot.name] = (twin, staging)
         return placed
 
+    def point_aliases(self) -> None:
+        """Let attributes that name a tensor of the model name its twin, once all are in place."""
+        for change in reversed(self.changes):
+            change.undo_aliases()
+
     def allocate(self) -> int:
         """Give every twin its memory, so that hooks find real tensors."""
         return sum(staging.allocate() for staging in self._stagings.values())
@@ -234,7 +251,12 @@ class Unit:
         problems: list[str] = []
         names = {id(module): name for name, module in self.modules.items()}
         self._plan = [
-            _plan_owner(live, names.get(id(live.owner), type(live.owner).__qualname__), problems)
+            _plan_owner(
+                live,
+                names.get(id(live.owner), type(live.owner).__qualname__),
+                problems,
+                inferred=self.inferred,
+            )
             for live in self._live
         ]
         if problems:
@@ -268,10 +290,12 @@ class Unit:
             count.derived += len(plan.found.copies)
             count.moved += len(plan.found.moved)
         # An opaque object may know the address of a tensor that the hook made: those tensors
-        # live as long as the object does, that is until the next processing.
+        # live as long as the object does, that is until the next processing. A twin is emptied
+        # when its staging ends, and a view of it keeps the memory.
         opaque = any(plan.found.opaque for plan in self._plan)
         keeper = next(iter(self.modules.values()))
-        make_record(keeper).keepalive = [new for _, new in copies.values()] if opaque else []
+        made = [new.detach() for _, new in copies.values()]
+        make_record(keeper).keepalive = made if opaque else []
         count.released = self._end()
         self.committed = True
         return count
@@ -334,7 +358,9 @@ class _OwnerPlan:
             _reorder(vars(self.live.owner), self.live)
 
 
-def _plan_owner(live: ObjectState, owner: str, problems: list[str]) -> _OwnerPlan:
+def _plan_owner(
+    live: ObjectState, owner: str, problems: list[str], *, inferred: bool
+) -> _OwnerPlan:
     mine = vars(live.owner)
     plan = _OwnerPlan(live=live, found=Reconciliation(), slot_copies=[], puts=[])
     is_module = isinstance(live.owner, nn.Module)
@@ -352,7 +378,12 @@ def _plan_owner(live: ObjectState, owner: str, problems: list[str]) -> _OwnerPla
             plan.puts.append((now, name, old))
     for name, old in live.values.items():
         new = mine.get(name, MISSING)
-        if new is MISSING or (is_module and name in (*SECTIONS, "_modules")):
+        if is_module and name in (*SECTIONS, "_modules"):
+            continue
+        if new is MISSING:
+            if inferred:
+                # It was taken for the hook's, and the hook did not make it: it is the engine's.
+                plan.puts.append((mine, name, old))
             continue
         if name in live.contents and type(new) is type(old):
             old = live.contents[name]
@@ -451,6 +482,7 @@ def build_units(
             if record is not None
             for change in record.steps.get(role, ())
         ]
+        unit.inferred = any(record is not None and record.inferred for record in records)
         order = list(Role)
         unit.hooks.sort(key=lambda hook: order.index(hook.rule.role))
     return list(roots.values()), members

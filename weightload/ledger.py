@@ -178,6 +178,18 @@ class RegionLedger:
         self._volume += volume(region)
         return None
 
+    def writer(self, region: Region) -> str | None:
+        """Return the source that filled exactly this region, if one did."""
+        return self._written.get(region)
+
+    def writers(self, region: Region) -> list[str | None]:
+        """Return the sources that filled any element of this region."""
+        return [source for other, source in self._written.items() if _meet(region, other)]
+
+    def leaves_out(self, region: Region) -> bool:
+        """Whether some element of this region has not arrived."""
+        return any(_meet(region, other) for other in self.missing())
+
     @property
     def touched(self) -> bool:
         """Whether anything arrived."""
@@ -207,6 +219,12 @@ class RegionLedger:
         if self._volume == covered:
             return None
         return _first_conflict(list(self._written.items()), 0, len(self.shape), self.shape)
+
+
+def _meet(one: Region, two: Region) -> bool:
+    """Whether two regions of one tensor have an element in common."""
+    spans = zip(one, two, strict=True)
+    return all(not set(range(*first)).isdisjoint(range(*second)) for first, second in spans)
 
 
 def _first_conflict(

@@ -7,13 +7,11 @@ from typing import Any
 from torch import nn
 
 from weightload.errors import UsageError
-from weightload.ownership import open_session
+from weightload.ownership import HOLDER, open_session
 from weightload.receipt import Receipt
 from weightload.session import WeightLoadSession
 
 __all__ = ["abort_reload", "finish_reload", "start_reload"]
-
-_ATTRIBUTE = "_weightload_open"
 
 
 def start_reload(model: nn.Module, **options: Any) -> WeightLoadSession:
@@ -30,7 +28,7 @@ def start_reload(model: nn.Module, **options: Any) -> WeightLoadSession:
     """
     session = WeightLoadSession(model, **options)
     session.prepare()
-    vars(model)[_ATTRIBUTE] = session
+    vars(model)[HOLDER] = session
     return session
 
 
@@ -41,11 +39,7 @@ def finish_reload(model: nn.Module) -> Receipt:
         UsageError: none is open.
         WeightLoadError: as :meth:`WeightLoadSession.finish` does.
     """
-    session = _session_of(model)
-    try:
-        return session.finish()
-    finally:
-        _forget(model, session)
+    return _session_of(model).finish()
 
 
 def abort_reload(model: nn.Module, cause: str = "aborted by the caller") -> Receipt:
@@ -54,24 +48,14 @@ def abort_reload(model: nn.Module, cause: str = "aborted by the caller") -> Rece
     Raises:
         UsageError: none is open.
     """
-    session = _session_of(model)
-    try:
-        return session.abort(cause)
-    finally:
-        _forget(model, session)
+    return _session_of(model).abort(cause)
 
 
 def _session_of(model: nn.Module) -> WeightLoadSession:
     session = open_session(model)
     if session is None:
-        vars(model).pop(_ATTRIBUTE, None)
         raise UsageError(
             "No session is open on this model; it was never started, or has ended. Call "
             "start_reload first."
         )
     return session
-
-
-def _forget(model: nn.Module, session: WeightLoadSession) -> None:
-    if not session.state.open:
-        vars(model).pop(_ATTRIBUTE, None)

@@ -29,6 +29,17 @@ _PARTIAL_WRITES = frozenset(
     )
 )  # fmt: skip
 """Operations that may write only a part of their destination."""
+_OVERWRITES = frozenset(
+    name
+    for name in (
+        "copy_", "fill_", "zero_", "set_", "resize_", "normal_", "uniform_", "random_",
+        "_foreach_copy_", "_foreach_zero_", "_foreach_fill_", "index_put_", "_index_put_impl_",
+        "index_copy_", "index_fill_", "masked_fill_", "masked_scatter_", "scatter_", "put_",
+        "empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros",
+        "new_ones", "new_full", "new_empty_strided", "_has_compatible_shallow_copy_type",
+    )
+)  # fmt: skip
+"""Operations whose result does not depend on what their first argument held."""
 
 
 @attrs.define(eq=False)
@@ -83,6 +94,9 @@ class WriteListener(Protocol):
     def after_write(self, watched: Watched, region: Region | None) -> None:
         """The write has happened."""
 
+    def before_read(self, watched: Watched, region: Region | None) -> None:
+        """An operation is about to use the values of a watched tensor, or of a part of it."""
+
 
 class WriteObserver(TorchDispatchMode):
     """The dispatch mode. Enter it once around a load, not once per tensor."""
@@ -130,9 +144,11 @@ class WriteObserver(TorchDispatchMode):
             for target in _written(func, args, kwargs)
             for watched in self._by_storage.get(storage_key(target) or 0, ())
         ]
+        name = func._schema.name.rpartition(":")[2]
+        if not func.is_view:
+            self._tell_reads(name, touched, args)
         if not written:
             return func(*args, **kwargs)
-        name = func._schema.name.rpartition(":")[2]
         source = args[1] if name == "copy_" and isinstance(args[1], torch.Tensor) else None
         marks = []
         for target, watched in written:
@@ -144,6 +160,14 @@ class WriteObserver(TorchDispatchMode):
         for watched, region in marks:
             self._listener.after_write(watched, region)
         return result
+
+
+    def _tell_reads(self, op: str, touched: list[torch.Tensor], args: tuple[Any, ...]) -> None:
+        for tensor in touched:
+            if op in _OVERWRITES and args and (tensor is args[0] or isinstance(args[0], list)):
+                continue
+            for watched in self._by_storage.get(storage_key(tensor) or 0, ()):
+                self._listener.before_read(watched, watched.region_of(tensor))
 
 
 def _region(

@@ -37,6 +37,9 @@ __all__ = [
     "weights_version",
 ]
 
+HOLDER = "_weightload_open"
+"""The attribute by which a model keeps the session alive that separate calls opened."""
+
 _current: contextvars.ContextVar[WeightLoadSession | None] = contextvars.ContextVar(
     "weightload_current_session", default=None
 )

@@ -112,6 +112,13 @@ class Overwritten:
     value: torch.Tensor
 
 
+@attrs.frozen(eq=False)
+class Alias:
+    """Stands for an attribute that was, before the hook ran, the very tensor of a slot."""
+
+    slot: Slot
+
+
 @attrs.define(kw_only=True)
 class Change:
     """What a hook changed on one object, with the values from before.
@@ -141,18 +148,26 @@ class Change:
         for name, value in self.attributes.items():
             if isinstance(value, Overwritten):
                 value = copies.setdefault(id(value), value.value.clone())
-            _put(mine, name, value)
+            if not isinstance(value, Alias):
+                _put(mine, name, value)
         for name, entries in self.entries.items():
             for key, value in entries.items():
-                _put(mine[name], key, MISSING if _is_slot(self.owner, name) else value)
+                _put(mine[name], key, _without_tensor(self.owner, name, value))
         for name, content in self.contents.items():
             _refill(mine[name], content)
+
+    def undo_aliases(self) -> None:
+        """Let attributes that were the tensor of a slot be what is in that slot now."""
+        for name, value in self.attributes.items():
+            if isinstance(value, Alias):
+                module, section, key = value.slot
+                _put(vars(self.owner), name, vars(module)[section].get(key, MISSING))
 
     def without_tensors(self) -> Change:
         """Return the change without the old tensors of parameters and buffers, to free them."""
         entries = {
             name: {
-                key: MISSING if _is_slot(self.owner, name) else value
+                key: _without_tensor(self.owner, name, value)
                 for key, value in inner.items()
             }
             for name, inner in self.entries.items()
@@ -167,8 +182,10 @@ def _put(mapping: dict[Any, Any], key: Any, value: Any) -> None:
         mapping[key] = value
 
 
-def _is_slot(owner: Any, name: str) -> bool:
-    return name in SECTIONS and isinstance(owner, nn.Module)
+def _without_tensor(owner: Any, name: str, value: Any) -> Any:
+    """Return what is put back: a slot's tensor is not, its twin comes in its place."""
+    slot = name in SECTIONS and isinstance(owner, nn.Module)
+    return MISSING if slot and isinstance(value, torch.Tensor) else value
 
 
 @attrs.frozen(kw_only=True)
@@ -194,7 +211,7 @@ class ModuleRecord:
 
     Attributes:
         steps: for each role that was processed, what its hook changed.
-        strategies: the strategy objects that a hook could have changed.
+        strategies: its strategy objects, which a hook could have changed.
         staged: the tensors that a hook changed, by section and name.
         gaps: for each tensor, the regions that the load which made the model did not bring.
         shared: for each tensor, the regions that several source tensors fill.
@@ -239,10 +256,15 @@ class SharedRegions:
     Attributes:
         winner: the name whose value counts, by region.
         names: every name that fills such a region.
+        ordered: a loader computes with what another name brought, as when the largest of several
+            scales counts. Then all of them are needed, and none is skipped.
+        overlaps: parts that overlap without being equal were brought by different names.
     """
 
     winner: dict[Region, str | None] = attrs.field(factory=dict)
     names: set[str] = attrs.field(factory=set)
+    ordered: bool = False
+    overlaps: bool = False
 
 
 @attrs.frozen(kw_only=True)
@@ -330,22 +352,36 @@ class HookRecording:
     specs: dict[tuple[int, str, str], tuple[Slot, TensorSpec, Fingerprint]]
     seeds: dict[tuple[int, str, str], list[tuple[Region, torch.Tensor]]]
     loose: dict[int, torch.Tensor]
+    aliases: dict[int, Alias]
 
     @classmethod
     def start(
         cls,
         scope: Iterable[Any],
         seeds_of: Callable[[Slot], list[tuple[Region, torch.Tensor]]],
+        slot_of: Callable[[torch.Tensor], Slot | None],
     ) -> HookRecording:
-        """Look at everything in ``scope`` before the hook runs."""
+        """Look at everything in ``scope`` before the hook runs.
+
+        Args:
+            scope: what the hook may change.
+            seeds_of: gives the values of a slot that no checkpoint brings.
+            slot_of: gives the slot, anywhere in the model, whose tensor this is.
+        """
         specs: dict[tuple[int, str, str], tuple[Slot, TensorSpec, Fingerprint]] = {}
         seeds: dict[tuple[int, str, str], list[tuple[Region, torch.Tensor]]] = {}
         states = []
         loose: dict[int, torch.Tensor] = {}
+        aliases: dict[int, Alias] = {}
         for owner in scope:
             states.append(ObjectState.of(owner))
             for value in states[-1].values.values():
-                if isinstance(value, torch.Tensor) and not value.is_meta:
+                if not isinstance(value, torch.Tensor):
+                    continue
+                slot = slot_of(value)
+                if slot is not None:
+                    aliases[id(value)] = Alias(slot)
+                elif not value.is_meta:
                     loose[id(value)] = value
             if not isinstance(owner, nn.Module):
                 continue
@@ -354,7 +390,7 @@ class HookRecording:
                 slot = (owner, section, name)
                 specs[key] = (slot, TensorSpec.of(tensor), Fingerprint.of(tensor))
                 seeds[key] = seeds_of(slot)
-        return cls(states=states, specs=specs, seeds=seeds, loose=loose)
+        return cls(states=states, specs=specs, seeds=seeds, loose=loose, aliases=aliases)
 
     @property
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -395,14 +431,14 @@ class HookRecording:
         Returns:
             The slots that it changed, in checkpoint format as the records now say.
         """
-        copies = {key: Overwritten(value) for key, value in overwritten.items()}
-        changes = [self._change_of(state, copies) for state in self.states]
+        special: dict[int, Alias | Overwritten] = dict(self.aliases)
+        special.update((key, Overwritten(value)) for key, value in overwritten.items())
+        changes = [self._change_of(state, special) for state in self.states]
         record = make_record(module)
         record.steps[role] = [
             change.without_tensors() for change in changes if change is not None
         ]
-        owners = (state.owner for state in self.states)
-        record.strategies = [owner for owner in owners if not isinstance(owner, nn.Module)]
+        record.strategies = self._strategies_of(module)
         touched: list[Slot] = []
         for key, (slot, spec, mark) in self.specs.items():
             owner, section, name = slot
@@ -418,12 +454,26 @@ class HookRecording:
             )
         return touched
 
+    def _strategies_of(self, module: nn.Module) -> list[Any]:
+        """Return the strategy objects in scope that are the module's own, not its children's."""
+        rest = {
+            id(state.owner): state.owner
+            for state in self.states
+            if not isinstance(state.owner, nn.Module)
+        }
+        found: list[Any] = [module]
+        for owner in found:
+            found += [rest.pop(id(v)) for v in tuple(vars(owner).values()) if id(v) in rest]
+        return found[1:]
+
     @staticmethod
-    def _change_of(state: ObjectState, copies: Mapping[int, Overwritten]) -> Change | None:
+    def _change_of(
+        state: ObjectState, special: Mapping[int, Alias | Overwritten]
+    ) -> Change | None:
         change = state.differences(ObjectState.of(state.owner)) or Change(owner=state.owner)
         for name, value in state.values.items():
-            if id(value) in copies:
-                change.attributes[name] = copies[id(value)]
+            if id(value) in special:
+                change.attributes[name] = special[id(value)]
         return change if change.attributes or change.entries or change.contents else None
 
     def _before(self, slot: Slot) -> torch.Tensor | None:

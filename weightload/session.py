@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Literal
@@ -30,7 +30,7 @@ from weightload.errors import (
     WeightMismatchError,
 )
 from weightload.framework import Framework
-from weightload.intake import Intake, pairs_of
+from weightload.intake import Intake, pairs_of, unpack
 from weightload.layer import Hook, Unit
 from weightload.receipt import Receipt
 from weightload.record import make_record, record_of
@@ -112,6 +112,11 @@ class WeightLoadSession:
         model = type(self.model).__name__
         return f"<WeightLoadSession {self.id} on {model}, {self.state.value}>"
 
+    @property
+    def baseline_known(self) -> bool:
+        """Whether the source names of the load that made the model are known."""
+        return self._intake.manifest is not None
+
     # ------------------------------------------------------------------ lifecycle
 
     def prepare(self) -> None:
@@ -138,8 +143,10 @@ class WeightLoadSession:
         Args:
             weights: a mapping, or an iterable of ``(name, tensor)`` pairs.
             borrowed: whether a tensor's memory may be reused as soon as the next one is asked
-                for. By default that is assumed of iterators, and each tensor is copied once, and
-                not of mappings and sequences.
+                for. By default that is assumed of iterators and of everything else that is read
+                while it is iterated, and each tensor is copied once. It is not assumed of
+                mappings, sequences and other collections: they are checked whole, before anything
+                is written.
 
         Raises:
             InvalidTransitionError: the session is not prepared, or has ended.
@@ -152,10 +159,10 @@ class WeightLoadSession:
         with self._call("load", Event.LOAD):
             self._move(Event.LOAD)
             if borrowed is None:
-                borrowed = isinstance(weights, Iterator)
+                borrowed = not isinstance(weights, Collection)
             with self._failing("load"), self._loading() as board:
-                if isinstance(weights, Mapping) or not isinstance(weights, Iterator):
-                    weights = list(pairs_of(weights))
+                if isinstance(weights, Collection):
+                    weights = self._intake.read(weights)
                     self._check(weights)
                 feed = self._feed(weights, borrowed)
                 board.framework.load(self.model, feed)
@@ -172,9 +179,11 @@ class WeightLoadSession:
         Args:
             run: does the load.
         """
-        with self._call("load", Event.LOAD):
+        with self._call("load_through", Event.LOAD):
             self._move(Event.LOAD)
             self._intake.lenient = True
+            mine = vars(self.model)
+            kept = {name: mine[name] for name in ("load_weights",) if name in mine}
             original = getattr(self.model, "load_weights", None)
 
             def load_weights(weights: Weights, *args: Any, **kwargs: Any) -> Any:
@@ -182,14 +191,15 @@ class WeightLoadSession:
                 return original(feed, *args, **kwargs)  # type: ignore[misc]
 
             if callable(original):
-                vars(self.model)["load_weights"] = load_weights
+                mine["load_weights"] = load_weights
             try:
                 with self._failing("load"), self._loading():
                     run()
                     self._settle()
                     self._intake.end_batch()
             finally:
-                vars(self.model).pop("load_weights", None)
+                mine.pop("load_weights", None)
+                mine.update(kept)
 
     def check(
         self, weights: Mapping[str, torch.Tensor | tuple[int, ...]], *, complete: bool
@@ -292,6 +302,7 @@ class WeightLoadSession:
 
         Raises:
             UsageError: a module inside it has not been quantised yet.
+            IncompleteLoadError: weights of it, or of a module inside it, have not arrived.
             ProcessingError: the hook raised.
         """
         return self._process_early("finalize_attention_runtime", module, Role.ATTENTION)
@@ -310,31 +321,42 @@ class WeightLoadSession:
     ) -> None:
         scope, self._scope = self._scope, None
         inner = ownership.current_session()
-        if scope is not None:
-            scope.__exit__(None, None, None)
-        if inner is not None and inner is not self and self.state.open:
-            self._end("closed in the wrong order")
-            raise SessionMisnestedError(
+        misnested = None
+        if inner is not None and inner is not self:
+            misnested = (
                 f"Session {self.id} was closed while session {inner.id}, opened inside it, is "
                 f"open. Close the inner one first."
             )
+        try:
+            if scope is not None:
+                scope.__exit__(None, None, None)
+        except ValueError:  # a context variable is reset where it was set
+            misnested = (
+                f"Session {self.id} was closed in another task or context than it was opened in. "
+                f"Close it where it was opened, or use prepare() and finish() without a block."
+            )
         if not self.state.open:
             return
-        if error is None:
-            self.finish()
-        else:
+        if error is not None:
             self._end(f"{type(error).__name__}: {error}")
             self._annotate(error)
+        elif misnested is not None:
+            self._end("closed in the wrong order")
+            raise SessionMisnestedError(misnested)
+        else:
+            self.finish()
 
     def __del__(self) -> None:
         if getattr(self, "state", SessionState.NEW).open:
-            warnings.warn(
-                f"{self!r} was dropped without finish() or abort(); it is aborted now.",
-                ResourceWarning,
-                stacklevel=2,
-                source=self,
-            )
-            self._end("dropped without an end")
+            try:
+                warnings.warn(
+                    f"{self!r} was dropped without finish() or abort(); it is aborted now.",
+                    ResourceWarning,
+                    stacklevel=2,
+                    source=self,
+                )
+            finally:  # where warnings are errors as well
+                self._end("dropped without an end")
 
     # ------------------------------------------------------------------ opening
 
@@ -398,7 +420,7 @@ class WeightLoadSession:
         unknown = []
         manifest = self._intake.manifest
         for pair in pairs:
-            name, tensor = pair
+            name, tensor = unpack(pair)
             self._intake.check_pair(name, tensor)
             if name in names:
                 raise DuplicateWeightError(
@@ -458,8 +480,6 @@ class WeightLoadSession:
             if hook is None or hook.attempted:
                 return False
             unit = board.unit_of(module)
-            if role is Role.QUANT and unit.staged and not unit.complete:
-                raise board.incomplete_unit(unit)
             waiting = [
                 other.name
                 for other in board.hooks
@@ -474,6 +494,7 @@ class WeightLoadSession:
                     f"quantised; call process_quant on it first.",
                     module=hook.name,
                 )
+            board.check_complete(unit, hook)
             with ownership.entered(self), board.framework.ambient(self.model):
                 self._process(unit, [hook])
             return True
@@ -510,6 +531,7 @@ class WeightLoadSession:
         lost = board.missing()
         if lost:
             raise self._missing(lost)
+        board.check_overlaps()
         board.check_unclaimed()
         with ownership.entered(self), board.framework.ambient(self.model):
             if self._kind == "initial":
@@ -602,6 +624,8 @@ class WeightLoadSession:
             self._make_receipt(cause)
 
     def _close(self) -> None:
+        if vars(self.model).get(ownership.HOLDER) is self:
+            del vars(self.model)[ownership.HOLDER]
         if self._board is not None:
             ownership.release(self, self._board.modules.values())
             self._board.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import attrs
@@ -10,6 +11,7 @@ from weightload.errors import ModelPoisonedError, WeightLoadError
 from weightload.ownership import current_session, owner_of, poison_of, require_usable
 from weightload.session import WeightLoadSession
 from weightload.states import SessionState
+from weightload.testing import layers
 from weightload.testing.models import Factory, State, ToyModel, make_state
 from weightload.testing.oracle import (
     Kept,
@@ -78,6 +80,7 @@ class Bench:
         Raises:
             AssertionError: it is not.
         """
+        self._free_what_nobody_holds()
         _require(session.state is SessionState.FINISHED, f"{session!r} is not finished")
         _require(poison_of(self.model) is None, "the model is poisoned")
         if self.serves is not None:
@@ -96,6 +99,7 @@ class Bench:
         Raises:
             AssertionError: the model is not as the session says.
         """
+        self._free_what_nobody_holds()
         _require(session.state.terminal, f"{session!r} has not ended")
         intact = session.state is not SessionState.POISONED
         receipt = session.receipt
@@ -135,6 +139,12 @@ class Bench:
         for seed in (3, 1):
             for commit in ("stream", "atomic"):
                 self.reload(self.state(seed), commit=commit)
+
+    def _free_what_nobody_holds(self) -> None:
+        """Let an address that points to nothing be seen as such."""
+        handles = (layers.HandleLinear, layers.WeightHandleLinear)
+        if any(isinstance(module, handles) for module in self.model.modules()):
+            gc.collect(1)
 
     def check_structure(self) -> None:
         """Check that everything is where it was and that no session left a trace.

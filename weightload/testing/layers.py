@@ -38,7 +38,9 @@ __all__ = [
     "PaddedLinear",
     "RepackMethod",
     "RepackedLinear",
+    "ScaledLinear",
     "SharedTableMethod",
+    "SinkAttention",
     "SummedState",
     "TableLinear",
     "WeightHandleLinear",
@@ -389,6 +391,45 @@ class ComposedLoaderLinear(nn.Module):
         return torch.tanh(functional.linear(x, self.weight))
 
 
+class ScaledLinear(nn.Module):
+    """Scales whose loader looks at what they hold before it writes.
+
+    Args:
+        packed: whether a hook folds the scales into the weight and removes them.
+    """
+
+    def __init__(self, *, packed: bool) -> None:
+        super().__init__()
+        self.packed = packed
+        self.weight = parameter(WIDTH, WIDTH)
+        self.checked = parameter(2, fill=1.0)
+        self.largest = parameter(1, fill=0.0)
+        self.checked.weight_loader = self.load_checked
+        self.largest.weight_loader = self.load_largest
+
+    def load_checked(self, place: Tensor, tensor: Tensor, shard: int) -> None:
+        """Fill one scale, which may not have been filled with another value before."""
+        if place.data[shard] != 1.0 and (place.data[shard] - tensor).abs() > 1e-5:
+            raise ValueError("two different scales for one place")
+        place.data[shard].copy_(tensor)
+
+    def load_largest(self, place: Tensor, tensor: Tensor, shard: int) -> None:
+        """Keep the largest of the scales that come."""
+        place.data.copy_(torch.maximum(place.data, tensor.abs().reshape(1)))
+
+    def process_weights_after_loading(self) -> None:
+        """Fold the scales into the weight, if the layer packs at all."""
+        if self.packed:
+            factor = self.checked.detach().sum() * self.largest.detach()
+            self.weight = nn.Parameter(self.weight.detach() * factor, requires_grad=False)
+            del self.checked, self.largest
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the layer."""
+        x = functional.linear(x, self.weight)
+        return x if self.packed else x * self.checked.sum() * self.largest
+
+
 class ShardParameter(nn.Parameter):
     """A parameter that brings its own loader, a method bound to it."""
 
@@ -555,6 +596,35 @@ class FusedExperts(nn.Module):
             return x
         both = x @ self.packed[0] - torch.sin(x @ self.packed[1])
         return both * self.gate
+
+
+class SinkKernel:
+    """Holds a parameter of the layer above, and converts it once."""
+
+    def __init__(self, sinks: Tensor) -> None:
+        self.sinks = sinks
+
+    def process_weights_after_loading(self) -> None:
+        """Convert to another type, which is skipped if it has that type already."""
+        if self.sinks.dtype != torch.float64:
+            self.sinks = self.sinks.detach().double() * 2
+
+
+class SinkAttention(nn.Module):
+    """Its kernel is an object that was given one of its parameters when it was made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sinks = parameter(WIDTH)
+        self.kernel = SinkKernel(self.sinks)
+
+    def process_weights_after_loading(self) -> None:
+        """Let the kernel convert its parameter."""
+        self.kernel.process_weights_after_loading()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the layer."""
+        return torch.tanh(x + self.sinks) + self.kernel.sinks.to(x.dtype)
 
 
 class SummedState(nn.Module):

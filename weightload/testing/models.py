@@ -26,7 +26,9 @@ from weightload.testing.layers import (
     PackedHead,
     PaddedLinear,
     RepackedLinear,
+    ScaledLinear,
     SharedTableMethod,
+    SinkAttention,
     SummedState,
     TableLinear,
     WeightHandleLinear,
@@ -116,6 +118,9 @@ class LoadingModel(ToyModel):
         elif isinstance(owner, InterleavedLinear):
             for shard in range(2):
                 yield f"{name}/{shard}", (WIDTH, WIDTH)
+        elif isinstance(owner, ScaledLinear) and not name.endswith(".weight"):
+            for shard in range(2):
+                yield f"{name}/{shard}", ()
         elif isinstance(owner, ExpertStack):
             for expert in range(len(place)):
                 yield f"{name}/{expert}", (WIDTH, WIDTH)
@@ -224,6 +229,7 @@ def everything() -> ToyModel:
         TableLinear(method),
         FilledScaleLinear(),
         FusedExperts(),
+        SinkAttention(),
         InPlaceLinear(),
     )
 
@@ -256,9 +262,12 @@ TOYS: dict[str, Factory] = {
     "bare copies": lambda: BareModel(ExpertStack(), Linear(), RepackedLinear()),
     "composed loader": lambda: LoadingModel(ComposedLoaderLinear(), RepackedLinear()),
     "interleaved": lambda: LoadingModel(InterleavedLinear(), InterleavedLinear(packed=True)),
+    "loaders that look": lambda: LoadingModel(ScaledLinear(packed=True), ScaledLinear(packed=False)),
+    "collecting, composed": lambda: CollectingModel(ComposedLoaderLinear(), PaddedLinear()),
     "handle": lambda: ToyModel(HandleLinear(), Linear()),
     "weight handle": lambda: ToyModel(WeightHandleLinear(), Linear()),
     "shared strategy": _shared_table,
+    "sinks": lambda: ToyModel(SinkAttention(), Linear()),
     "filled attribute": lambda: ToyModel(FilledScaleLinear(), Linear()),
     "hook over children": lambda: ToyModel(FusedExperts(), Linear()),
     "everything": everything,

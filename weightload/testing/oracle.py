@@ -40,7 +40,9 @@ _ROLES: dict[type, Role] = {
     layers.WeightHandleLinear: Role.QUANT,
     layers.FilledScaleLinear: Role.QUANT,
     layers.FusedExperts: Role.QUANT,
+    layers.ScaledLinear: Role.QUANT,
     layers.LatentAttention: Role.ATTENTION,
+    layers.SinkAttention: Role.ATTENTION,
     layers.SummedState: Role.DERIVED,
 }
 _METHODS = (layers.RepackMethod, layers.SharedTableMethod)
@@ -244,7 +246,7 @@ def _graph_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             for cell in cells:
                 yield f"{prefix}.packed", cell.cell_contents
         method = getattr(module, "quant_method", None)
-        for owner in (method, getattr(method, "kernel", None)):
-            for name, value in vars(owner).items() if owner is not None else ():
+        for owner in (method, getattr(method, "kernel", None), getattr(module, "kernel", None)):
+            for name, value in getattr(owner, "__dict__", {}).items():
                 if isinstance(value, Tensor):
                     yield f"{prefix}.method.{name}", value

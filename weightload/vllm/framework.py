@@ -36,6 +36,7 @@ class VllmFramework(Framework):
         model_config: that of this model; a draft model has its own.
         device: where the model is.
         registry: rules; those of vLLM by default.
+        native: whether vLLM has loaded the model already, without a session.
     """
 
     requires_all = False
@@ -50,12 +51,14 @@ class VllmFramework(Framework):
         model_config: Any,
         device: torch.device,
         registry: ModuleRegistry | None = None,
+        native: bool = False,
     ) -> None:
         rules = (vllm_registry if registry is None else registry).copy()
         super().__init__(rules)
         self.vllm_config = vllm_config
         self.model_config = model_config
         self.device = device
+        self.native = native
         rules.register(
             QuantizeMethodBase,
             ModuleRule(

@@ -55,7 +55,9 @@ def _start(worker: Any, version: str | int | None = None, commit: Any = "stream"
     _refuse_while_asleep(worker)
     framework = None
     if record_of(model) is None:
-        framework = VllmFramework(worker.vllm_config, worker.model_config, worker.device)
+        framework = VllmFramework(
+            worker.vllm_config, worker.model_config, worker.device, native=True
+        )
     start_reload(model, framework=framework, version=version, commit=commit)
     return _status(worker)
 
@@ -93,7 +95,12 @@ def _load_path(worker: Any, path: str | None = None) -> Any:
     headers = _headers(loader, model_config, model)
     if headers is not None:
         session.check(_Lazy(headers), complete=True)
-    session.load(loader.get_all_weights(model_config, model), borrowed=False)
+    if session.baseline_known:
+        session.load(loader.get_all_weights(model_config, model), borrowed=False)
+    else:
+        # Files come in the order of a fresh load, in which the last of several names counts.
+        weights = loader.get_all_weights(model_config, model)
+        session.load_through(lambda: model.load_weights(weights))
     return None
 
 

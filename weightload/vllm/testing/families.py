@@ -30,7 +30,7 @@ def get_family(family: str | Family) -> Family:
     return FAMILIES[family]
 
 
-def tensor_specs(family: "str | Family") -> dict[str, TensorSpec]:
+def tensor_specs(family: str | Family) -> dict[str, TensorSpec]:
     """Return the specification of every tensor of a family's checkpoint, by name."""
     found = get_family(family)
     return dict(found.tensors(found.config))

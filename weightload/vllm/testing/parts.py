@@ -125,7 +125,7 @@ def attention(
 ) -> Tensors:
     """Yield the four projections of an attention with grouped keys and values.
 
-    Queries are drawn larger than the rest so that attention is far from uniform.
+    Queries and keys are drawn larger than values so that attention is far from uniform.
     """
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     size = config.get("head_dim") or hidden // heads

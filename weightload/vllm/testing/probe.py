@@ -51,11 +51,11 @@ def start_engine(path: str | Path, *, threads: int | None = 1, **overrides: Any)
     """Return an engine on the checkpoint at `path`, with `overrides` on top of `ENGINE_DEFAULTS`.
 
     Three costs that have nothing to do with a small model are avoided. The kernels run on one
-    thread, because on a busy machine the barriers of several take a hundred times longer than the
-    work; `threads` sets another number, None leaves it as it is, and the first engine of a process
-    fixes it for all, because vLLM then switches `torch.set_num_threads` off. An engine with
+    thread, because on a busy machine the barriers of several take many times longer than the work;
+    `threads` sets another number, None leaves it as it is, and the first engine of a process fixes
+    it for all, because vLLM then switches `torch.set_num_threads` off. An engine with
     `enforce_eager` makes the process run functions under `torch.compile` as they are, because vLLM
-    otherwise compiles the ranking of log-probabilities at the first token, for about 15 seconds.
+    otherwise compiles the ranking of log-probabilities at the first token, for ten seconds or more.
     And every object that exists by now is taken out of the garbage collector's sight, as vLLM
     itself does a moment later, because it collects three times while it starts.
     """
@@ -74,11 +74,12 @@ def start_engine(path: str | Path, *, threads: int | None = 1, **overrides: Any)
 
 
 def stop_engine(llm: "LLM") -> None:
-    """Shut the engine down so that another one can be started in this process.
+    """Shut the engine down, so that the next one in this process starts as the first one did.
 
-    This ends the distributed groups, which a second engine could not set up otherwise, and lets the
-    garbage collector see all objects again. The memory is freed when the caller has dropped its own
-    references and garbage is collected, at the latest when the next engine is started.
+    This ends the distributed groups, which all engines of a process share: stop one before another
+    is started, or all of them at the end. It also lets the garbage collector see all objects again.
+    The memory is freed when the caller has dropped its own references and garbage is collected, at
+    the latest when the next engine is started.
     """
     llm.llm_engine.engine_core.shutdown()
 

@@ -1,0 +1,100 @@
+"""A reload gives, bit for bit and at the old addresses, what a fresh load gives."""
+
+import random
+from collections import Counter
+
+import pytest
+
+from weightload import WeightLoadSession, weights_version
+from weightload.testing import TOYS, Bench
+
+COMMITS = ("stream", "atomic")
+
+
+def in_order(session, state):
+    session.load(list(state.items()))
+
+
+def as_mapping(session, state):
+    session.load(state)
+
+
+def reversed_order(session, state):
+    session.load(list(reversed(state.items())))
+
+
+def shuffled(session, state):
+    items = list(state.items())
+    random.Random(len(items)).shuffle(items)
+    session.load(items)
+
+
+def chunks_of_five(session, state):
+    items = list(reversed(state.items()))
+    for start in range(0, len(items), 5):
+        session.load(items[start : start + 5])
+
+
+def one_by_one(session, state):
+    for name, tensor in sorted(state.items()):
+        session.load({name: tensor})
+
+
+def generator(session, state):
+    session.load((name, tensor.clone()) for name, tensor in state.items())
+
+
+def one_overwritten_buffer(session, state):
+    """Every tensor is yielded as a view of one buffer, which the next one overwrites."""
+    largest = max(tensor.numel() for tensor in state.values())
+    buffer = next(iter(state.values())).new_empty(largest)
+
+    def source():
+        for name, tensor in state.items():
+            view = buffer[: tensor.numel()].view(tensor.shape)
+            view.copy_(tensor)
+            yield name, view
+            buffer.fill_(float("nan"))
+
+    session.load(source())
+
+
+def taken_back_after_load(session, state):
+    """Each call's tensors are overwritten as soon as the call has returned."""
+    items = list(state.items())
+    for start in range(0, len(items), 3):
+        sent = [(name, tensor.clone()) for name, tensor in items[start : start + 3]]
+        session.load(sent)
+        for _, tensor in sent:
+            tensor.fill_(float("nan"))
+
+
+DELIVERIES = (
+    in_order,
+    as_mapping,
+    reversed_order,
+    shuffled,
+    chunks_of_five,
+    one_by_one,
+    generator,
+    one_overwritten_buffer,
+    taken_back_after_load,
+)
+
+
+@pytest.mark.parametrize("commit", COMMITS)
+@pytest.mark.parametrize("deliver", DELIVERIES, ids=lambda deliver: deliver.__name__)
+@pytest.mark.parametrize("toy", TOYS)
+def test_every_reload_equals_a_fresh_load(toy, deliver, commit):
+    """A over A, then B, B again, and back to A: each time what a fresh model computes."""
+    bench = Bench(TOYS[toy])
+    hooks = Counter(bench.framework.calls)
+    for number in (1, 2, 2, 1):
+        bench.framework.calls.clear()
+        with WeightLoadSession(bench.model, version=number, commit=commit) as session:
+            deliver(session, bench.state(number))
+        bench.serves = bench.state(number)
+        bench.check_finished(session)
+        assert weights_version(bench.model) == number
+        assert Counter(bench.framework.calls) == hooks, "each hook runs once in a session"
+        assert set(hooks.values()) <= {1}
