@@ -23,7 +23,7 @@ from weightload.errors import (
 from weightload.framework import Framework
 from weightload.intake import Intake
 from weightload.layer import Entry, Hook, Staging, Unit, build_units
-from weightload.ledger import Region, RegionLedger, full_region
+from weightload.ledger import Region, RegionLedger, full_region, meet, uncovered
 from weightload.observer import Watched, WriteObserver
 from weightload.record import (
     HookRecording,
@@ -93,6 +93,7 @@ class Board:
         self._closed: dict[int, Entry] = {}
         self._ready: dict[int, Unit] = {}
         self._trial: Intake | None = None
+        self._expected: list[tuple[Entry, Region]] = []
         self._marks: list[tuple[str, Slot, Fingerprint]] = []
         self._touched: list[Slot] = []
         self._aliases: list[list[tuple[Slot, TensorSpec]]] = []
@@ -181,11 +182,13 @@ class Board:
     def _without_data(self) -> dict[int, list[StagedSlot]]:
         """Return the tensors that were constructed on meta: their memory comes as they load."""
         device = self.framework.device
+        shared: dict[int | None, int] = {}
         found: dict[int, list[StagedSlot]] = {}
         for module in self.modules.values():
             for section, name, tensor in slots_of(module):
                 if tensor.is_meta:
-                    spec = attrs.evolve(TensorSpec.of(tensor), device=device)
+                    group = shared.setdefault(storage_key(tensor), new_group())
+                    spec = attrs.evolve(TensorSpec.of(tensor, group), device=device)
                     slot = StagedSlot(section=section, name=name, spec=spec, seeds=[])
                     found.setdefault(id(module), []).append(slot)
         return found
@@ -294,11 +297,16 @@ class Board:
             self._check_copy(intake, name, entry, target, source)
         intake.consumed(name, entry.names[0])
         if self._trial is not None:
+            if region is not None and entry.gaps:
+                self._keep_defaults(entry, region)
+                self._expected.append((entry, region))
             return False
         first = self._initial or self._intake.lenient
         if region is not None and not first and self._counts_less(entry, region, name):
             self._note_ready(entry)
             return False
+        if region is not None and entry.gaps:
+            self._keep_defaults(entry, region)
         if entry.staging is None:
             self._session.mark_dirty()
         self._counts.bytes_written += target.numel() * target.element_size()
@@ -319,6 +327,21 @@ class Board:
                 parameter=entry.names[0],
             )
         return True
+
+    def _keep_defaults(self, entry: Entry, region: Region) -> None:
+        """Keep what a part holds that no checkpoint brought so far, before one brings it.
+
+        A later load may leave it out again, and must find the default.
+        """
+        if entry.watched is None or self.observer.shares(entry.watched):
+            return
+        if not any(meet(region, gap) for gap in entry.gaps or ()):
+            return
+        spec = TensorSpec.of(entry.tensor)
+        seeds = [(gap, select(entry.tensor, gap).clone()) for gap in entry.gaps or ()]
+        for module, section, name in entry.slots:
+            slot = StagedSlot(section=section, name=name, spec=spec, seeds=seeds)
+            make_record(module).staged.setdefault((section, name), slot)
 
     def _counts_less(self, entry: Entry, region: Region, name: str | None) -> bool:
         """Whether a name that counts more than ``name`` has filled the region already."""
@@ -411,12 +434,19 @@ class Board:
 
     @contextmanager
     def rehearsal(self, trial: Intake) -> Iterator[None]:
-        """Let loaders run without any write; ``trial`` learns which names have a place."""
+        """Let loaders run without any write; ``trial`` learns which names have a place.
+
+        A place that no checkpoint brought so far, and this one is going to, is waited for.
+        """
         self._trial = trial
         try:
             yield
         finally:
             self._trial = None
+        for entry, region in self._expected:
+            brought = uncovered(entry.ledger.shape, entry.gaps or ())
+            entry.gaps = uncovered(entry.ledger.shape, [*brought, region])
+        self._expected.clear()
 
     def _grow(self, nbytes: int) -> None:
         self._staging_now += nbytes
@@ -480,13 +510,16 @@ class Board:
             unit.plan_commit()
 
     def commit(self, unit: Unit) -> None:
-        """Commit ``unit`` and close its tensors to further writes."""
-        entries = [entry for entry in unit.entries if entry.staging is not None]
+        """Copy what was planned for ``unit`` into live storage; its staging is left."""
         count = unit.commit()
-        self._staging_now -= count.released
         self._counts.bytes_committed += count.nbytes
         self._counts.tensors_derived += count.derived
         self._counts.tensors_moved += count.moved
+
+    def release(self, unit: Unit) -> None:
+        """End the staging of a committed ``unit`` and close its tensors to further writes."""
+        entries = [entry for entry in unit.entries if entry.staging is not None]
+        self._staging_now -= unit.release()
         for entry in entries:
             self._stop_watching(entry)
             left = self.observer.watch(entry.tensor)
@@ -681,10 +714,17 @@ class Board:
             )
 
     def restore(self) -> None:
-        """Put every unit that was not committed back as it was."""
+        """Put every unit that was not committed back as it was.
+
+        After a failed first load that is what loaders have to find when it is tried again.
+        """
         for unit in reversed(self.units):
             if unit.staged:
                 unit.restore()
+        for entry in self._entries if self._initial else ():
+            if entry.staging is None and id(entry) in self._seeds:
+                for region, value in self._seeds[id(entry)][1]:
+                    select(entry.tensor, region).copy_(value)
 
     def counts(self) -> dict[str, int]:
         """Return the numbers for the receipt."""
@@ -699,7 +739,7 @@ class Board:
         self.observer = WriteObserver(self)
         for collection in (
             self.hooks, self.units, self._members, self._entries, self._by_tensor,
-            self._by_watched, self._stagings, self._closed, self._ready, self._marks,
+            self._by_watched, self._stagings, self._expected, self._closed, self._ready, self._marks,
             self._touched, self._aliases, self._seeds, self.modules,
         ):  # fmt: skip
             collection.clear()  # type: ignore[attr-defined]

@@ -101,14 +101,27 @@ class Staging:
                 select(twin, region).copy_(value)
         return self.nbytes
 
+    @property
+    def _ours_alone(self) -> bool:
+        """Whether nobody but the twins and this object knows the memory."""
+        holders = getattr(torch._C, "_storage_Use_Count", None)
+        if holders is None or not self.allocated:
+            return False
+        return bool(holders(self.storage._cdata) <= 1 + len(self.twins))
+
     def release(self, keep: Collection[int] = ()) -> int:
         """Take the memory away from the twins; return how many bytes were given back.
 
         ``keep`` are ids of twins that have become live.
 
         What else looks into the storage (a view that a hook kept) keeps it alive. A loader that
-        still holds a twin finds an empty tensor, and the observer refuses a write to it.
+        still holds a twin finds no memory, and the observer refuses a write to it.
         """
+        if not keep and self._ours_alone:
+            # Nothing is allocated here, so that the heap is not fragmented from layer to layer.
+            self.storage.resize_(0)
+            self.allocated = False
+            return self.nbytes
         for twin in self.twins:
             if id(twin) not in keep:
                 twin.data = torch.empty(0, dtype=twin.dtype, device=twin.device)
@@ -294,11 +307,19 @@ class Unit:
         # when its staging ends, and a view of it keeps the memory.
         opaque = any(plan.found.opaque for plan in self._plan)
         keeper = next(iter(self.modules.values()))
-        made = [new.detach() for _, new in copies.values()]
-        make_record(keeper).keepalive = made if opaque else []
-        count.released = self._end()
+        made = [new.detach() for _, new in copies.values()] if opaque else []
+        make_record(keeper).keepalive = made
+        del copies, made
         self.committed = True
         return count
+
+    def release(self) -> int:
+        """End the staging after a commit; return how many staged bytes were freed.
+
+        This is a step of its own because another unit may still have to copy from these twins: an
+        attention layer's attribute can name a parameter that belongs to the module around it.
+        """
+        return self._end()
 
     def restore(self) -> int:
         """Put the live state back as it was parked; return how many staged bytes were freed."""
@@ -327,7 +348,6 @@ class CommitCount:
     nbytes: int = 0
     derived: int = 0
     moved: int = 0
-    released: int = 0
 
 
 _Put = tuple[dict[Any, Any], Any, Any]

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import attrs
 
-__all__ = ["Region", "RegionLedger", "Span", "full_region", "locate", "uncovered"]
+__all__ = ["Region", "RegionLedger", "Span", "full_region", "locate", "meet", "uncovered"]
 
 Span = tuple[int, int, int]
 """Start, stop and step of the indices taken along one dimension, as in ``range``."""
@@ -87,23 +87,28 @@ def _walk(
     for dim in reversed(order):
         if length == 1:
             return True
-        if dim in taken or step < base_stride[dim] or step % base_stride[dim]:
+        jump, rest = divmod(step, base_stride[dim])
+        if rest or not 0 < jump < base_size[dim]:
             continue
-        stride_in_dim = step // base_stride[dim]
-        first = spans[dim][0]
-        if stride_in_dim >= base_size[dim]:
-            continue
+        first, _, inner = spans[dim]
+        if dim in taken:
+            # Two dimensions of the view split this one between them.
+            count = len(range(*spans[dim]))
+            if jump != inner * count:
+                continue
+            length, jump = count * length, inner
         taken.add(dim)
-        if first + (length - 1) * stride_in_dim < base_size[dim]:
-            spans[dim] = (first, first + (length - 1) * stride_in_dim + 1, stride_in_dim)
+        if first + (length - 1) * jump < base_size[dim]:
+            spans[dim] = (first, first + (length - 1) * jump + 1, jump)
             return True
         # The view runs over the end of this dimension into the next outer one, which is a
-        # region only if it takes this dimension whole.
-        if stride_in_dim != 1 or first or length % base_size[dim]:
+        # region only if it takes the same places in each row.
+        count, rest = divmod(base_size[dim], jump)
+        if rest or first >= jump or length % count:
             return False
-        spans[dim] = (0, base_size[dim], 1)
-        length //= base_size[dim]
-        step *= base_size[dim]
+        spans[dim] = (first, first + (count - 1) * jump + 1, jump)
+        length //= count
+        step = base_size[dim] * base_stride[dim]
     return length == 1
 
 
@@ -184,11 +189,11 @@ class RegionLedger:
 
     def writers(self, region: Region) -> list[str | None]:
         """Return the sources that filled any element of this region."""
-        return [source for other, source in self._written.items() if _meet(region, other)]
+        return [source for other, source in self._written.items() if meet(region, other)]
 
     def leaves_out(self, region: Region) -> bool:
         """Whether some element of this region has not arrived."""
-        return any(_meet(region, other) for other in self.missing())
+        return any(meet(region, other) for other in self.missing())
 
     @property
     def touched(self) -> bool:
@@ -221,10 +226,17 @@ class RegionLedger:
         return _first_conflict(list(self._written.items()), 0, len(self.shape), self.shape)
 
 
-def _meet(one: Region, two: Region) -> bool:
+def meet(one: Region, two: Region) -> bool:
     """Whether two regions of one tensor have an element in common."""
-    spans = zip(one, two, strict=True)
-    return all(not set(range(*first)).isdisjoint(range(*second)) for first, second in spans)
+    return all(_share(first, second) for first, second in zip(one, two, strict=True))
+
+
+def _share(one: Span, two: Span) -> bool:
+    first, stop = max(one[0], two[0]), min(one[1], two[1])
+    if one[2] == 1 and two[2] == 1:
+        return first < stop
+    shorter, longer = sorted((range(*one), range(*two)), key=len)
+    return any(index in longer for index in shorter)
 
 
 def _first_conflict(

@@ -123,6 +123,10 @@ class WriteObserver(TorchDispatchMode):
         if not group:
             self._by_storage.pop(watched.storage, None)
 
+    def shares(self, watched: Watched) -> bool:
+        """Whether another watched tensor looks into the same storage."""
+        return len(self._by_storage.get(watched.storage, ())) > 1
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:

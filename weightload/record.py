@@ -406,6 +406,11 @@ class HookRecording:
         """
         for state in self.states:
             state.restore()
+        for slot, spec, mark in self.specs.values():
+            tensor = vars(slot[0])[slot[1]][slot[2]]
+            if mark.storage is not None and mark.difference(tensor) is not None:
+                before = torch.empty(0, dtype=spec.dtype, device=spec.device)
+                tensor.data = before.set_(mark.storage, spec.offset, spec.shape, spec.stride)  # type: ignore[call-overload]
         for key, value in overwritten.items():
             self.loose[key].detach().copy_(value)
         for (module, section, name), _, _ in self.specs.values():

@@ -512,6 +512,7 @@ class WeightLoadSession:
             if self._commit == "stream" and unit.staged and all(h.done for h in unit.hooks):
                 board.plan(unit)
                 self._commit_unit(unit)
+                board.release(unit)
         self._step = "load" if self.state is SessionState.LOADING else "finish"
 
     def _commit_unit(self, unit: Unit) -> None:
@@ -546,6 +547,8 @@ class WeightLoadSession:
             with self._timed("commit"):
                 for unit in waiting:
                     self._commit_unit(unit)
+                for unit in waiting:
+                    board.release(unit)
             board.framework.after_processing(self.model)
         with self._timed("verify"):
             board.verify()
