@@ -501,6 +501,13 @@ class Board:
             return []
         if id(entry) in self._seeds:
             return self._seeds[id(entry)][1]
+        if self._initial and not self._intake.seen:
+            # Without names nobody knows what a checkpoint brings; what was constructed counts.
+            number = self.framework.constructed.get(storage_key(tensor) or 0)
+            if number is None:
+                return []
+            filled = torch.full((), number, dtype=tensor.dtype, device=tensor.device)
+            return [(full_region(tensor.shape), filled.expand(tensor.shape))]
         return [(region, select(tensor, region).clone()) for region in entry.ledger.missing()]
 
     def plan(self, unit: Unit) -> None:
@@ -661,10 +668,9 @@ class Board:
 
     def learn(self) -> None:
         """Enter into the modules' records what this load taught."""
-        if not self._intake.seen:
-            return
+        named = bool(self._intake.seen)
         for entry in self._entries:
-            if entry.gaps is None:
+            if entry.gaps is None and named:
                 for module, section, name in entry.slots:
                     record = make_record(module)
                     record.gaps[section, name] = entry.ledger.missing()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +30,8 @@ class Framework:
         registry: what modules need after loading.
 
     Attributes:
+        constructed: numbers that whole storages were filled with at construction, by storage key,
+            for a first load that brings no names and overwrites them.
         device: where tensors that were constructed without data get their memory.
         requires_all: whether the first load must bring every parameter; ``False`` if the
             framework checks that itself.
@@ -42,6 +44,7 @@ class Framework:
     def __init__(self, registry: ModuleRegistry | None = None) -> None:
         self.registry = default_registry if registry is None else registry
         self._dtype = torch.get_default_dtype()
+        self.constructed: Mapping[int, float | int] = {}
         self.device = torch.get_default_device()
 
     @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Generator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from weightload.errors import UnsupportedError
 from weightload.session import WeightLoadSession
 from weightload.vllm import compat
+from weightload.vllm.construction import ConstructedValues
 from weightload.vllm.framework import VllmFramework
 
 __all__ = ["LOAD_FORMAT", "WeightloadModelLoader"]
@@ -80,16 +82,23 @@ class WeightloadModelLoader(BaseModelLoader):
         name = self.load_config.device or vllm_config.device_config.device
         device = torch.device(name)
         with set_default_torch_dtype(model_config.dtype), device:
-            model: nn.Module = self.inner.create_model(
-                vllm_config=vllm_config, model_config=model_config, prefix=prefix
-            )
+            # A load without names, such as dummy weights, overwrites what a constructor set, and
+            # a later checkpoint may not bring it.
+            constructed = ConstructedValues()
+            named = hasattr(self.inner, "get_all_weights")
+            with nullcontext() if named else constructed.watching():
+                model: nn.Module = self.inner.create_model(
+                    vllm_config=vllm_config, model_config=model_config, prefix=prefix
+                )
             for layer in compat.layers_on_meta(model):
                 compat.take_over_online_layer(layer)
             framework = VllmFramework(vllm_config, model_config, device)
+            framework.constructed = constructed.values
             with WeightLoadSession(model, framework=framework) as session:
                 session.load_through(lambda: self.load_weights(model, model_config))
                 gc.collect()
                 torch.accelerator.empty_cache()
+            framework.constructed = {}
             gc.collect()
             torch.accelerator.empty_cache()
         return model.eval()

@@ -20,8 +20,6 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightload.errors import UnsupportedError
 from weightload.ledger import full_region
@@ -38,6 +36,7 @@ from weightload.record import (
 from weightload.registry import Role
 from weightload.storage import TensorSpec, new_group, storage_key
 from weightload.vllm import compat
+from weightload.vllm.construction import ConstructedValues
 
 if TYPE_CHECKING:
     from weightload.vllm.framework import VllmFramework
@@ -101,14 +100,13 @@ def _construct(
     for name, empty in (("static_forward_context", {}), ("static_all_moe_layers", [])):
         if hasattr(config.compilation_config, name):
             setattr(config.compilation_config, name, empty)
-    observer = _Fills()
+    observer = ConstructedValues()
     try:
         with (
             set_current_vllm_config(config),
             set_default_torch_dtype(framework.model_config.dtype),
             torch.device("meta"),
-            observer,
-            _Scalars(observer),
+            observer.watching(),
         ):
             twin: nn.Module = initialize_model(
                 vllm_config=config, model_config=framework.model_config
@@ -119,57 +117,6 @@ def _construct(
             f"({type(error).__name__}: {error}). {framework.advice}"
         ) from error
     return twin, observer.values
-
-
-class _Scalars(TorchFunctionMode):
-    """Notes the tensors that constructors make from one number, whose value meta loses."""
-
-    def __init__(self, fills: _Fills) -> None:
-        super().__init__()
-        self._fills = fills
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is torch.tensor and args and isinstance(args[0], int | float):
-            self._fills.note(result, args[0])
-        return result
-
-
-class _Fills(TorchDispatchMode):
-    """Notes which storages are filled with one number, by constructors on meta."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.values: dict[int, float | int] = {}
-        self._hold: list[torch.Tensor] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        name = func._schema.name.rpartition(":")[2]
-        value: Any = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "zero_": 0}.get(name)
-        value = {"ones": 1, "ones_like": 1, "new_ones": 1}.get(name, value)
-        if name in ("full", "full_like", "new_full", "fill_"):
-            value = args[2] if name == "new_full" else args[1]
-        written = name.endswith("_") and not name.startswith("_")
-        if isinstance(result, torch.Tensor):
-            key = storage_key(result)
-            if key is not None and isinstance(value, int | float):
-                if result.numel() * result.element_size() == result.untyped_storage().nbytes():
-                    self.note(result, value)
-            elif key is not None and written:
-                self.values.pop(key, None)
-        return result
-
-    def note(self, tensor: torch.Tensor, value: float | int) -> None:
-        """Note that ``tensor`` holds one number, and keep it so that its storage stays known."""
-        key = storage_key(tensor)
-        if key is not None:
-            self.values[key] = value
-            self._hold.append(tensor)
 
 
 @attrs.frozen(kw_only=True)
