@@ -311,6 +311,10 @@ class Board:
             self._session.mark_dirty()
         self._counts.bytes_written += target.numel() * target.element_size()
         if region is None:
+            if first and name is not None and not self.observer.shares(watched):
+                # Nobody can say which part it fills: every name that does so is needed.
+                entry.shared.ordered = True
+                entry.shared.names.add(name)
             return True
         other = entry.ledger.enter(region, name)
         if other is not None and first:
@@ -346,11 +350,7 @@ class Board:
     def _counts_less(self, entry: Entry, region: Region, name: str | None) -> bool:
         """Whether a name that counts more than ``name`` has filled the region already."""
         winner = entry.shared.winner.get(region, name)
-        return (
-            winner != name
-            and not entry.shared.ordered
-            and entry.ledger.writer(region) == winner
-        )
+        return winner != name and not entry.shared.ordered and entry.ledger.writer(region) == winner
 
     def before_read(self, watched: Watched, region: Region | None) -> None:
         """Note, in a first load, that a loader computes with what its tensor held before."""
@@ -423,9 +423,7 @@ class Board:
 
     def _repeated(self, unit: Unit) -> bool:
         """Whether the names came that only repeat a value: their loaders need the twins."""
-        return all(
-            name in self._intake.seen for entry in unit.reads for name in entry.shared.names
-        )
+        return all(name in self._intake.seen for entry in unit.reads for name in entry.shared.names)
 
     def take_ready(self) -> list[Unit]:
         """Return the units that became complete since the last call."""
@@ -485,9 +483,7 @@ class Board:
         except BaseException:
             recording.undo(writes.before)
             raise
-        self._touched += recording.finish(
-            hook.module, hook.rule.role, writes.keys, writes.before
-        )
+        self._touched += recording.finish(hook.module, hook.rule.role, writes.keys, writes.before)
 
     def _slot_of(self, tensor: torch.Tensor) -> Slot | None:
         entry = self._by_tensor.get(id(tensor))
@@ -555,7 +551,9 @@ class Board:
             if entry.gaps is None:
                 return entry.required and not entry.ledger.complete()
             return not entry.complete or bool(self._names_missing(entry))
-        if not (entry.required and self.framework.requires_all) or entry.ledger.touched:
+        if not (entry.required and self.framework.requires_all):
+            return False
+        if entry.ledger.touched or entry.shared.names:
             return False
         allowed = (
             fnmatch.fnmatchcase(name, pattern)
@@ -645,7 +643,11 @@ class Board:
             IncompleteLoadError: something did not.
         """
         reads = unit.reads if hook.rule.role is Role.QUANT else hook.reads
-        names = [f"{entry.names[0]}{_described(entry)}" for entry in reads if not entry.complete]
+        names = [
+            f"{entry.names[0]}{_described(entry)}{self._needed(entry)}"
+            for entry in reads
+            if not entry.complete or self._names_missing(entry)
+        ]
         if unit.staged and names:
             raise self.incomplete(names, len(self._intake.seen))
 

@@ -72,9 +72,7 @@ class BucketWriter:
 
 def read_bucket(path: str, table: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of a bucket as views of the file; they are the writer's memory."""
-    memory = torch.from_file(
-        path, shared=True, size=os.stat(path).st_size, dtype=torch.uint8
-    )
+    memory = torch.from_file(path, shared=True, size=os.stat(path).st_size, dtype=torch.uint8)
     for name, dtype_name, shape, offset in table:
         dtype = getattr(torch, dtype_name)
         size = torch.Size(shape).numel() * dtype.itemsize

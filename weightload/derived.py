@@ -174,12 +174,18 @@ def _cells_of(old: types.FunctionType, new: types.FunctionType) -> Iterator[_Slo
         except ValueError:  # a cell that was never filled
             continue
         yield f".{name}", *values, functools.partial(setattr, after, "cell_contents")
-    yield ".defaults", old.__defaults__, new.__defaults__, functools.partial(
-        setattr, new, "__defaults__"
+    yield (
+        ".defaults",
+        old.__defaults__,
+        new.__defaults__,
+        functools.partial(setattr, new, "__defaults__"),
     )
     if old.__kwdefaults__ and new.__kwdefaults__:
-        yield ".kwdefaults", old.__kwdefaults__, new.__kwdefaults__, functools.partial(
-            setattr, new, "__kwdefaults__"
+        yield (
+            ".kwdefaults",
+            old.__kwdefaults__,
+            new.__kwdefaults__,
+            functools.partial(setattr, new, "__kwdefaults__"),
         )
 
 

@@ -100,4 +100,6 @@ def _read_header(file: Path) -> dict[str, Header]:
 
 
 def _bad(file: Path, why: str) -> CheckpointFileError:
-    return CheckpointFileError(f"Checkpoint file {str(file)!r} is not whole: {why}.", path=str(file))
+    return CheckpointFileError(
+        f"Checkpoint file {str(file)!r} is not whole: {why}.", path=str(file)
+    )

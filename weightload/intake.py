@@ -185,9 +185,7 @@ class Intake:
         if self.manifest is None:
             return
         lost = [
-            name
-            for name in batch
-            if not self.seen[name].consumed and name not in self.manifest
+            name for name in batch if not self.seen[name].consumed and name not in self.manifest
         ]
         if lost:
             raise UnexpectedWeightError(

@@ -124,15 +124,11 @@ def _uncovered(shape: tuple[int, ...], regions: list[Region], dim: int) -> list[
         return [full_region(shape[dim:])] if all(shape[dim:]) else []
     missing: list[Region] = []
     for first, stop, present in _slabs(shape[dim], regions, dim):
-        missing += [
-            ((first, stop, 1), *inner) for inner in _uncovered(shape, present, dim + 1)
-        ]
+        missing += [((first, stop, 1), *inner) for inner in _uncovered(shape, present, dim + 1)]
     return missing
 
 
-def _slabs(
-    size: int, regions: list[Region], dim: int
-) -> Iterable[tuple[int, int, list[Region]]]:
+def _slabs(size: int, regions: list[Region], dim: int) -> Iterable[tuple[int, int, list[Region]]]:
     """Cut one dimension where regions begin or end; yield each piece with who is present in it."""
     starts: dict[int, list[int]] = {}
     stops: dict[int, list[int]] = {}

@@ -60,7 +60,7 @@ class Watched:
 
     def region_of(self, view: torch.Tensor) -> Region | None:
         """Return the region of this tensor that ``view`` covers, ``None`` if it is none."""
-        if view.dtype != self.tensor.dtype:
+        if view.dtype.itemsize != self.tensor.dtype.itemsize:
             return None
         if view is self.tensor:
             return full_region(self.tensor.shape)
@@ -133,9 +133,7 @@ class WriteObserver(TorchDispatchMode):
         """Run one operation, with the listener asked before and told after."""
         kwargs = kwargs or {}
         touched = [
-            tensor
-            for tensor in _tensors(args, kwargs)
-            if storage_key(tensor) in self._by_storage
+            tensor for tensor in _tensors(args, kwargs) if storage_key(tensor) in self._by_storage
         ]
         if not touched:
             return func(*args, **kwargs)
@@ -164,7 +162,6 @@ class WriteObserver(TorchDispatchMode):
         for watched, region in marks:
             self._listener.after_write(watched, region)
         return result
-
 
     def _tell_reads(self, op: str, touched: list[torch.Tensor], args: tuple[Any, ...]) -> None:
         for tensor in touched:
@@ -195,9 +192,7 @@ def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Te
 _WRITES: dict[Any, tuple[tuple[int | str, ...], ...]] = {}
 
 
-def _written(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[torch.Tensor]:
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
     places = _WRITES.get(func)
     if places is None:
         places = _WRITES[func] = tuple(

@@ -166,10 +166,7 @@ class Change:
     def without_tensors(self) -> Change:
         """Return the change without the old tensors of parameters and buffers, to free them."""
         entries = {
-            name: {
-                key: _without_tensor(self.owner, name, value)
-                for key, value in inner.items()
-            }
+            name: {key: _without_tensor(self.owner, name, value) for key, value in inner.items()}
             for name, inner in self.entries.items()
         }
         return attrs.evolve(self, entries=entries)
@@ -248,7 +245,7 @@ def _copied() -> ModuleRecord:
 
 @attrs.define(kw_only=True)
 class SharedRegions:
-    """Regions of one tensor that several source tensors fill, each as a whole.
+    """Regions of one tensor that several source tensors fill.
 
     Some checkpoints repeat a value under several names (a scale for q, k and v of a fused layer),
     and the loaders let the last one win. In every later load the same one wins, in any order.
@@ -257,7 +254,8 @@ class SharedRegions:
         winner: the name whose value counts, by region.
         names: every name that fills such a region.
         ordered: a loader computes with what another name brought, as when the largest of several
-            scales counts. Then all of them are needed, and none is skipped.
+            scales counts, or writes where no region can be told. Then all names are needed, and
+            none is skipped.
         overlaps: parts that overlap without being equal were brought by different names.
     """
 
@@ -440,9 +438,7 @@ class HookRecording:
         special.update((key, Overwritten(value)) for key, value in overwritten.items())
         changes = [self._change_of(state, special) for state in self.states]
         record = make_record(module)
-        record.steps[role] = [
-            change.without_tensors() for change in changes if change is not None
-        ]
+        record.steps[role] = [change.without_tensors() for change in changes if change is not None]
         record.strategies = self._strategies_of(module)
         touched: list[Slot] = []
         for key, (slot, spec, mark) in self.specs.items():
@@ -472,9 +468,7 @@ class HookRecording:
         return found[1:]
 
     @staticmethod
-    def _change_of(
-        state: ObjectState, special: Mapping[int, Alias | Overwritten]
-    ) -> Change | None:
+    def _change_of(state: ObjectState, special: Mapping[int, Alias | Overwritten]) -> Change | None:
         change = state.differences(ObjectState.of(state.owner)) or Change(owner=state.owner)
         for name, value in state.values.items():
             if id(value) in special:

@@ -116,9 +116,7 @@ class ModuleRegistry:
 
     def copy(self) -> ModuleRegistry:
         """Return a registry with the same rules, for changes that stay local."""
-        other = ModuleRegistry(
-            strategies=self.strategies, hook=self.hook, fallback=self.fallback
-        )
+        other = ModuleRegistry(strategies=self.strategies, hook=self.hook, fallback=self.fallback)
         other._types.update(self._types)
         other._strategy_types.update(self._strategy_types)
         return other
@@ -207,9 +205,7 @@ def own_attribute(module: Any, name: str) -> Any:
     return vars(module).get("_modules", {}).get(name) if value is None else value
 
 
-def _along_mro(
-    cls: type, table: dict[type, ModuleRule], module: Any
-) -> ModuleRule | None:
+def _along_mro(cls: type, table: dict[type, ModuleRule], module: Any) -> ModuleRule | None:
     for base in cls.__mro__:
         rule = table.get(base)
         if rule is not None and (rule.when is None or rule.when(module)):

@@ -715,4 +715,3 @@ class WeightLoadSession:
             yield
         finally:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - started
-

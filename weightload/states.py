@@ -80,3 +80,13 @@ def allowed_calls(state: SessionState) -> list[str]:
     if state is _S.FINISHING:
         return []
     return [name for event, name in _CALLS.items() if (state, event) in TRANSITIONS]
+
+
+def transitions_table() -> str:
+    """Return the table of moves in Markdown, as it stands in the reference."""
+    rows = ["| state | what happens | next state |", "|---|---|---|"]
+    rows += [
+        f"| {state.name} | {event.value} | {after.name} |"
+        for (state, event), after in TRANSITIONS.items()
+    ]
+    return "\n".join(rows)

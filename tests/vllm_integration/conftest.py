@@ -1,11 +1,10 @@
 """Runs cases on real engines, each in a process of its own, and hands their results to tests.
 
 An engine that raised may leave requests or distributed groups behind, or hang. So a case is a script
-in ``cases/`` that prints nothing that matters and writes one JSON file; the tests read it. A case
-that several tests look at runs once, also when several processes run the tests.
+in ``cases/`` that prints nothing that matters and writes one JSON file; a test runs one case and looks
+at everything that came out, because to start an engine is what takes the time.
 """
 
-import fcntl
 import json
 import os
 import signal
@@ -68,42 +67,12 @@ def run_process(script, arguments, folder, *, timeout, environment=None):
     )
 
 
-@pytest.fixture(scope="session")
-def shared(tmp_path_factory):
-    """A folder that all processes of one test run share."""
-    base = tmp_path_factory.getbasetemp()
-    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+@pytest.fixture
+def run_case(tmp_path):
+    """Run a case in a folder of this test's own and return what it gave."""
 
-
-@pytest.fixture(scope="session")
-def run_case(shared):
-    """Return what a case gave, running it if no test has asked for it before."""
-    known = {}
-
-    def run(script, arguments, *, timeout=120, environment=None):
-        key = json.dumps([script, arguments, environment], sort_keys=True)
-        if key not in known:
-            words = [script, *map(str, arguments.values()), *(environment or {}).values()]
-            folder = shared / "-".join(words).replace("/", "_")
-            folder.mkdir(exist_ok=True)
-            done = folder / "case.json"
-            with (folder / "lock").open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                if not done.exists():
-                    case = run_process(
-                        script,
-                        {**arguments, "folder": str(folder)},
-                        folder,
-                        timeout=timeout,
-                        environment=environment,
-                    )
-                    done.write_text(json.dumps(attrs.asdict(case)))
-            known[key] = Case(**json.loads(done.read_text()))
-        return known[key]
+    def run(script, *, timeout=120, environment=None, **arguments):
+        arguments["folder"] = str(tmp_path)
+        return run_process(script, arguments, tmp_path, timeout=timeout, environment=environment)
 
     return run
-
-
-def grouped(*names):
-    """Parameters whose tests share a case, so one process should run them all."""
-    return [pytest.param(name, marks=pytest.mark.xdist_group(str(name))) for name in names]

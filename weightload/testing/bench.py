@@ -25,7 +25,6 @@ from weightload.testing.oracle import (
 __all__ = ["Bench"]
 
 
-
 @attrs.define(eq=False)
 class Bench:
     """A toy model that serves checkpoint 1, and the checks that every ended session must pass.
@@ -87,9 +86,7 @@ class Bench:
             check_equal(self.model, self.factory, self.serves)
         self.check_structure()
 
-    def check_ended(
-        self, session: WeightLoadSession, error: WeightLoadError | None = None
-    ) -> None:
+    def check_ended(self, session: WeightLoadSession, error: WeightLoadError | None = None) -> None:
         """Check that what an ended session says about the model is true.
 
         Args:

@@ -39,6 +39,7 @@ __all__ = [
     "RepackMethod",
     "RepackedLinear",
     "ScaledLinear",
+    "ScatteredLinear",
     "SharedTableMethod",
     "SinkAttention",
     "SummedState",
@@ -465,6 +466,47 @@ class InterleavedLinear(nn.Module):
         """Apply the layer."""
         both = functional.linear(x, self.weight)
         return torch.tanh(both[..., 0::2]) * both[..., 1::2]
+
+
+class ScatteredLinear(nn.Module):
+    """Its loader writes by lists of row numbers, and the bias as bytes: no plain region.
+
+    Args:
+        packed: whether a hook packs weight and bias.
+    """
+
+    def __init__(self, *, packed: bool) -> None:
+        super().__init__()
+        self.packed = packed
+        self.weight = parameter(2 * WIDTH, WIDTH)
+        self.bias = parameter(2 * WIDTH)
+        self.weight.weight_loader = self.load_rows
+        self.bias.weight_loader = self.load_bytes
+        self.kernel: tuple[Tensor, Tensor] | None = None
+
+    def load_rows(self, place: Tensor, tensor: Tensor, shard: int) -> None:
+        """Fill the rows that belong to one of two projections."""
+        if tensor.shape != (WIDTH, WIDTH):
+            raise ValueError(f"shape {tuple(tensor.shape)}")
+        rows = torch.arange(2 * WIDTH)
+        place.data[rows[rows % 2 == shard]] = tensor
+
+    def load_bytes(self, place: Tensor, tensor: Tensor) -> None:
+        """Fill the bias, seen as bytes."""
+        if place.shape != tensor.shape:
+            raise ValueError(f"shape {tuple(tensor.shape)}")
+        place.data.view(torch.uint8).copy_(tensor.view(torch.uint8))
+
+    def process_weights_after_loading(self) -> None:
+        """Pack copies, if the layer packs at all."""
+        if self.packed:
+            self.kernel = self.weight.detach().t().contiguous() * 2, self.bias.detach() + 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the layer."""
+        weight, bias = self.kernel or (self.weight.t(), self.bias)
+        both = x @ weight + bias
+        return torch.tanh(both[..., :WIDTH]) * both[..., WIDTH:]
 
 
 class AddressHandle:

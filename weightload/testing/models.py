@@ -27,6 +27,7 @@ from weightload.testing.layers import (
     PaddedLinear,
     RepackedLinear,
     ScaledLinear,
+    ScatteredLinear,
     SharedTableMethod,
     SinkAttention,
     SummedState,
@@ -115,7 +116,7 @@ class LoadingModel(ToyModel):
         if isinstance(owner, FusedLinear):
             for shard in range(owner.shards):
                 yield f"{name}/{shard}", (WIDTH, *place.shape[1:])
-        elif isinstance(owner, InterleavedLinear):
+        elif isinstance(owner, InterleavedLinear | ScatteredLinear) and place.ndim == 2:
             for shard in range(2):
                 yield f"{name}/{shard}", (WIDTH, WIDTH)
         elif isinstance(owner, ScaledLinear) and not name.endswith(".weight"):
@@ -229,6 +230,8 @@ def everything() -> ToyModel:
         TableLinear(method),
         FilledScaleLinear(),
         FusedExperts(),
+        ScaledLinear(packed=True),
+        ScatteredLinear(packed=True),
         SinkAttention(),
         InPlaceLinear(),
     )
@@ -262,7 +265,10 @@ TOYS: dict[str, Factory] = {
     "bare copies": lambda: BareModel(ExpertStack(), Linear(), RepackedLinear()),
     "composed loader": lambda: LoadingModel(ComposedLoaderLinear(), RepackedLinear()),
     "interleaved": lambda: LoadingModel(InterleavedLinear(), InterleavedLinear(packed=True)),
-    "loaders that look": lambda: LoadingModel(ScaledLinear(packed=True), ScaledLinear(packed=False)),
+    "loaders that look": lambda: LoadingModel(
+        ScaledLinear(packed=True), ScaledLinear(packed=False)
+    ),
+    "scattered": lambda: LoadingModel(ScatteredLinear(packed=True), ScatteredLinear(packed=False)),
     "collecting, composed": lambda: CollectingModel(ComposedLoaderLinear(), PaddedLinear()),
     "handle": lambda: ToyModel(HandleLinear(), Linear()),
     "weight handle": lambda: ToyModel(WeightHandleLinear(), Linear()),

@@ -41,6 +41,7 @@ _ROLES: dict[type, Role] = {
     layers.FilledScaleLinear: Role.QUANT,
     layers.FusedExperts: Role.QUANT,
     layers.ScaledLinear: Role.QUANT,
+    layers.ScatteredLinear: Role.QUANT,
     layers.LatentAttention: Role.ATTENTION,
     layers.SinkAttention: Role.ATTENTION,
     layers.SummedState: Role.DERIVED,

@@ -80,9 +80,7 @@ def _updated(
         seen = observe(llm)
     except Exception as error:
         return {"verdict": f"{type(error).__name__}: {error}"[:60], "right": False, "tokens": []}
-    moved = sum(
-        tensor.data_ptr() != places.get(name) for name, tensor in model.named_parameters()
-    )
+    moved = sum(tensor.data_ptr() != places.get(name) for name, tensor in model.named_parameters())
     stop_engine(llm)
     return {
         "verdict": describe_difference(fresh, seen),
@@ -95,7 +93,9 @@ def _updated(
 
 def _print_table(results: list[dict[str, Any]]) -> None:
     print()
-    print("An engine that runs on weights A is updated to weights B. Right means: greedy tokens and")
+    print(
+        "An engine that runs on weights A is updated to weights B. Right means: greedy tokens and"
+    )
     print("all log-probabilities equal those of an engine that was started on B, bit for bit.")
     print()
     print(f"{'model':30} {'vLLM reload_weights':24} {'weightload':24}")

@@ -173,8 +173,11 @@ def _prefix_of(qualified: str) -> str | None:
 def _steps(weights: Weights, version: str | int | None, commit: str, reach: _Reach) -> Steps:
     """Yield the calls of one reload and take the outcomes of all ranks for each."""
     gather((yield reach.call("status")))
+    mine: list[list[Any]] = []
     try:
-        gather((yield reach.call("start", version=version, commit=commit)))
+        begun = yield reach.call("start", version=version, commit=commit)
+        mine = [[one["rank"], one["value"]["session"]] for one in begun if "value" in one]
+        gather(begun)
         if weights is None or isinstance(weights, str | Path):
             path = None if weights is None else str(weights)
             gather((yield reach.call("load_path", path=path)))
@@ -185,7 +188,8 @@ def _steps(weights: Weights, version: str | int | None, commit: str, reach: _Rea
         receipts = gather((yield reach.call("finish")))
     except BaseException as error:
         cause = f"{type(error).__name__}: {error}"
-        ended = yield reach.call("abort", cause=cause)
+        # A session that another caller has open on the model is not ours to end.
+        ended = yield reach.call("abort", cause=cause, sessions=mine)
         states = yield reach.call("status")
         if isinstance(error, WeightLoadError):
             poisoned = [one for one in states if "value" in one and one["value"]["poison"]]

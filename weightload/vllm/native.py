@@ -233,9 +233,7 @@ def _of_live(value: Any, twin: nn.Module, live: nn.Module) -> Any:
     if isinstance(value, types.MethodType) and value.__self__ is twin:
         return types.MethodType(value.__func__, live)
     if isinstance(value, functools.partial):
-        return functools.partial(
-            _of_live(value.func, twin, live), *value.args, **value.keywords
-        )
+        return functools.partial(_of_live(value.func, twin, live), *value.args, **value.keywords)
     return value
 
 

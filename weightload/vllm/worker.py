@@ -113,9 +113,13 @@ def _finish(worker: Any) -> Any:
     return {**receipt, "rank": worker.rank}
 
 
-def _abort(worker: Any, cause: str = "aborted by the caller") -> Any:
+def _abort(
+    worker: Any, cause: str = "aborted by the caller", sessions: Iterable[Any] | None = None
+) -> Any:
+    """Abort the open session, or only if ``[rank, id]`` of it is among ``sessions``."""
     model = worker.get_model()
-    if open_session(model) is None:
+    session = open_session(model)
+    if session is None or (sessions is not None and [worker.rank, session.id] not in sessions):
         return None
     return {**abort_reload(model, cause).to_plain(), "rank": worker.rank}
 
