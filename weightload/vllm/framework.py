@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -26,6 +26,26 @@ vllm_registry = ModuleRegistry(
     )
 )
 """What vLLM's modules need. Register the rule for a new attention type here."""
+
+
+def attention_rules(registry: ModuleRegistry, process: Callable[[Any], object]) -> None:
+    """Register vLLM's attention layers, which are processed late if they have the hook.
+
+    Args:
+        registry: where.
+        process: the hook's caller.
+    """
+    from vllm.model_executor.layers.attention import MMEncoderAttention
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    rule = ModuleRule(
+        role=Role.ATTENTION,
+        process=process,
+        when=compat.is_late_attention,
+        reason="vLLM processes attention layers after all others",
+    )
+    for cls in (AttentionLayerBase, MMEncoderAttention):
+        registry.register(cls, rule)
 
 
 class VllmFramework(Framework):
@@ -69,20 +89,7 @@ class VllmFramework(Framework):
             strategy=True,
             replace=True,
         )
-        self._register_attention(rules)
-
-    def _register_attention(self, rules: ModuleRegistry) -> None:
-        from vllm.model_executor.layers.attention import MMEncoderAttention
-        from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-
-        rule = ModuleRule(
-            role=Role.ATTENTION,
-            process=self._process_attention,
-            when=compat.is_late_attention,
-            reason="vLLM processes attention layers after all others",
-        )
-        for cls in (AttentionLayerBase, MMEncoderAttention):
-            rules.register(cls, rule)
+        attention_rules(rules, self._process_attention)
 
     def _process_quant(self, module: nn.Module) -> None:
         method: Any = module.quant_method
