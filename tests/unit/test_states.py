@@ -33,12 +33,12 @@ def test_the_table_holds_nothing_else():
     assert len(TRANSITIONS) == sum(len(moves) for moves in DIAGRAM.values())
 
 
-@pytest.mark.parametrize("state", S)
+@pytest.mark.parametrize("state", list(S))
 def test_a_terminal_state_has_no_move_and_every_other_has_one(state):
     assert state.terminal == (not DIAGRAM[state])
 
 
-@pytest.mark.parametrize("state", S)
+@pytest.mark.parametrize("state", list(S))
 def test_a_state_is_new_or_open_or_terminal(state):
     assert (state is S.NEW) + state.open + state.terminal == 1
 
@@ -69,7 +69,7 @@ def test_the_calls_named_in_a_refusal_are_those_that_work(state, calls):
     assert allowed_calls(state) == calls
 
 
-@pytest.mark.parametrize("state", S)
+@pytest.mark.parametrize("state", list(S))
 def test_every_state_says_what_must_have_happened(state):
     """The sentence under each member stands in the source, for readers and for the docs."""
     import ast

@@ -9,7 +9,9 @@ loaders that it wraps.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +19,8 @@ import torch
 from torch import nn
 
 __all__ = [
+    "calls_model_hook",
+    "construct",
     "device_context",
     "is_late_attention",
     "layers_on_meta",
@@ -35,6 +39,25 @@ def _find(module: str, name: str) -> Any:
         return getattr(importlib.import_module(module), name, None)
     except ImportError:
         return None
+
+
+def construct(loader: Any, vllm_config: Any, model_config: Any, prefix: str) -> nn.Module:
+    """Construct a model the way ``loader`` does; loaders up to 0.28 leave it to a function."""
+    create = getattr(loader, "create_model", None)
+    if create is None:
+        create = _find("vllm.model_executor.model_loader.utils", "initialize_model")
+    model: nn.Module = create(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+    return model
+
+
+@functools.cache
+def calls_model_hook() -> bool:
+    """Whether vLLM's pass calls the hook of a model as a whole; 0.25 and 0.26 do not."""
+    driver = _find("vllm.model_executor.model_loader.utils", "process_weights_after_loading")
+    try:
+        return "model.process_weights_after_loading(" in inspect.getsource(driver)
+    except (OSError, TypeError):
+        return True
 
 
 def is_late_attention(module: nn.Module) -> bool:

@@ -125,7 +125,8 @@ class VllmFramework(Framework):
 
     def model_rule(self, model: nn.Module) -> ModuleRule | None:
         """Return the rule for the hook that some models have as a whole."""
-        if not callable(getattr(model, "process_weights_after_loading", None)):
+        hook = getattr(model, "process_weights_after_loading", None)
+        if not callable(hook) or not compat.calls_model_hook():
             return None
         return ModuleRule(
             role=Role.DERIVED,

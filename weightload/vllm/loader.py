@@ -87,9 +87,7 @@ class WeightloadModelLoader(BaseModelLoader):
             constructed = ConstructedValues()
             named = hasattr(self.inner, "get_all_weights")
             with nullcontext() if named else constructed.watching():
-                model: nn.Module = self.inner.create_model(
-                    vllm_config=vllm_config, model_config=model_config, prefix=prefix
-                )
+                model = compat.construct(self.inner, vllm_config, model_config, prefix)
             for layer in compat.layers_on_meta(model):
                 compat.take_over_online_layer(layer)
             framework = VllmFramework(vllm_config, model_config, device)
