@@ -6,7 +6,7 @@ import fnmatch
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import attrs
 import torch
@@ -375,13 +375,13 @@ class Board:
     def _refuse_unknown_value(self, entry: Entry, region: Region) -> None:
         if self._initial:
             return
-        if entry.gaps is None and entry.required and entry.staging is not None:
-            if entry.ledger.leaves_out(region):
-                raise UnsupportedError(
-                    f"A loader computes with the value that {entry.names[0]!r} was constructed "
-                    f"with, which is not known. {self.framework.advice}",
-                    parameter=entry.names[0],
-                )
+        unknown = entry.gaps is None and entry.required and entry.staging is not None
+        if unknown and entry.ledger.leaves_out(region):
+            raise UnsupportedError(
+                f"A loader computes with the value that {entry.names[0]!r} was constructed with, "
+                f"which is not known. {self.framework.advice}",
+                parameter=entry.names[0],
+            )
 
     def _check_copy(
         self,
@@ -611,9 +611,12 @@ class Board:
             if entry is not None:
                 module, section, key = entry.slots[0]
                 live = vars(module)[section].get(key) if entry.closed else entry.tensor
-            if live is not None and live.numel() == tensor.numel():
-                if torch.equal(live.detach().flatten(), tensor.to(live).flatten()):
-                    continue
+            if (
+                live is not None
+                and live.numel() == tensor.numel()
+                and torch.equal(live.detach().flatten(), tensor.to(live).flatten())
+            ):
+                continue
             raise WeightMismatchError(
                 f"{name!r} filled {place!r} in the load that made the model, and the model's "
                 f"loaders ignored it now. The two that were tied then differ in these weights; "

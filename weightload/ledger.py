@@ -7,6 +7,7 @@ arithmetic is on integers and needs no tensor library.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 
@@ -138,7 +139,7 @@ def _slabs(size: int, regions: list[Region], dim: int) -> Iterable[tuple[int, in
             stops.setdefault(stop, []).append(index)
     cuts = sorted({0, size, *starts, *stops})
     present: dict[int, None] = {}
-    for first, stop in zip(cuts, cuts[1:], strict=False):
+    for first, stop in itertools.pairwise(cuts):
         for index in stops.get(first, ()):
             present.pop(index, None)
         for index in starts.get(first, ()):

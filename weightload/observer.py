@@ -15,6 +15,7 @@ import attrs
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from weightload.errors import UnsupportedError
 from weightload.ledger import Region, full_region, locate
 from weightload.storage import storage_key
 
@@ -147,17 +148,29 @@ class WriteObserver(TorchDispatchMode):
             for watched in self._by_storage.get(storage_key(target) or 0, ())
         ]
         name = func._schema.name.rpartition(":")[2]
+        if func is _aten._foreach_copy_.default:
+            for target, source in zip(*args[:2], strict=True):
+                self.__torch_dispatch__(_aten.copy_.default, types, (target, source))
+            return None
         if not func.is_view:
             self._tell_reads(name, touched, args)
         if not written:
             return func(*args, **kwargs)
         source = args[1] if name == "copy_" and isinstance(args[1], torch.Tensor) else None
         marks = []
+        refused = {}
         for target, watched in written:
             region = _region(name, target, watched, args)
             if not self._listener.before_write(watched, region, target, source):
-                return target
+                refused[id(target)] = target
             marks.append((watched, region))
+        if refused:
+            if any(id(target) not in refused for target, _ in written):
+                raise UnsupportedError(
+                    f"{name} writes several tensors of the model at once, and one of them is not "
+                    f"to be written. Write them one by one."
+                )
+            return written[0][0] if func._schema.returns else None
         result = func(*args, **kwargs)
         for watched, region in marks:
             self._listener.after_write(watched, region)

@@ -5,7 +5,6 @@ This is the only place that orders the phases and moves the state.
 
 from __future__ import annotations
 
-import threading
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -17,25 +16,23 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from weightload import ownership
+from weightload import ownership, preflight
 from weightload.board import Board
 from weightload.errors import (
-    DuplicateWeightError,
-    IncompleteLoadError,
     InvalidTransitionError,
     SessionMisnestedError,
     UnexpectedWeightError,
     UsageError,
     WeightLoadError,
-    WeightMismatchError,
 )
 from weightload.framework import Framework
-from weightload.intake import Intake, pairs_of, unpack
+from weightload.gate import Gate
+from weightload.intake import Intake, pairs_of
 from weightload.layer import Hook, Unit
 from weightload.receipt import Receipt
 from weightload.record import make_record, record_of
 from weightload.registry import Role
-from weightload.states import Event, SessionState, allowed_calls, next_state
+from weightload.states import Event, SessionState
 
 __all__ = ["WeightLoadSession"]
 
@@ -92,7 +89,7 @@ class WeightLoadSession:
         self.id = ownership.new_session_id()
         self.model = model
         self.version = version
-        self.state = SessionState.NEW
+        self._gate = Gate(self.id)
         self.receipt: Receipt | None = None
         self._commit: Commit = commit
         self._allow_missing = tuple(allow_missing)
@@ -103,14 +100,17 @@ class WeightLoadSession:
         self._dirty = False
         self._step = "prepare"
         self._module: str | None = None
-        self._lock = threading.Lock()
-        self._thread: int | None = None
         self._seconds: dict[str, float] = {}
         self._scope: Any = None
 
     def __repr__(self) -> str:
         model = type(self.model).__name__
         return f"<WeightLoadSession {self.id} on {model}, {self.state.value}>"
+
+    @property
+    def state(self) -> SessionState:
+        """What has happened so far."""
+        return self._gate.state
 
     @property
     def baseline_known(self) -> bool:
@@ -128,10 +128,10 @@ class WeightLoadSession:
             UnclassifiedModuleError: a module has a hook and no rule.
             UnsupportedError: this model cannot be reloaded right; the message says what to do.
         """
-        with self._call("prepare", Event.PREPARE):
+        with self._gate.call("prepare", Event.PREPARE):
             modules = dict(self.model.named_modules())
             ownership.claim(self, modules)
-            self._move(Event.PREPARE)
+            self._gate.move(Event.PREPARE)
             with self._failing("prepare"):
                 self._open(modules)
 
@@ -156,14 +156,14 @@ class WeightLoadSession:
         What the source raises reaches the caller as it is. After any exception the session has
         ended; ``state`` says whether the model is intact.
         """
-        with self._call("load", Event.LOAD):
-            self._move(Event.LOAD)
+        with self._gate.call("load", Event.LOAD):
+            self._gate.move(Event.LOAD)
             if borrowed is None:
                 borrowed = not isinstance(weights, Collection)
             with self._failing("load"), self._loading() as board:
                 if isinstance(weights, Collection):
                     weights = self._intake.read(weights)
-                    self._check(weights)
+                    preflight.check_pairs(board, self.model, self._intake, weights)
                 feed = self._feed(weights, borrowed)
                 board.framework.load(self.model, feed)
                 self._drained(feed)
@@ -179,8 +179,8 @@ class WeightLoadSession:
         Args:
             run: does the load.
         """
-        with self._call("load_through", Event.LOAD):
-            self._move(Event.LOAD)
+        with self._gate.call("load_through", Event.LOAD):
+            self._gate.move(Event.LOAD)
             self._intake.lenient = True
             mine = vars(self.model)
             kept = {name: mine[name] for name in ("load_weights",) if name in mine}
@@ -217,32 +217,8 @@ class WeightLoadSession:
         Raises:
             CheckpointError: something does not fit, or is missing.
         """
-        with self._call("check", None), self._failing("check"):
-            manifest = self._intake.manifest
-            if manifest is None:
-                return
-            unknown = []
-            getter = getattr(weights, "tensor", None)
-            for name, value in weights.items():
-                shape = tuple(value.shape) if isinstance(value, torch.Tensor) else tuple(value)
-                self._intake.check_shape(name, shape)
-                if name not in manifest:
-                    unknown.append(name)
-            tensors = [
-                (name, value if isinstance(value, torch.Tensor) else getter(name))
-                for name, value in ((name, weights[name]) for name in unknown)
-                if isinstance(value, torch.Tensor) or getter is not None
-            ]
-            if tensors:
-                with self._loading():
-                    self._rehearse(tensors)
-            absent = [
-                name
-                for name, fact in manifest.items()
-                if fact.consumed and name not in weights and name not in self._intake.seen
-            ]
-            if complete and absent and not unknown:
-                raise self._missing(absent, len(weights))
+        with self._gate.call("check", None), self._failing("check"), self._loading() as board:
+            preflight.check_set(board, self.model, self._intake, weights, complete=complete)
 
     def finish(self) -> Receipt:
         """Process and commit what is left, and verify the model.
@@ -255,11 +231,11 @@ class WeightLoadSession:
             IncompleteLoadError: something never arrived; all names are in the message.
             ModelError: a hook raised, or a live tensor could not keep its storage.
         """
-        with self._call("finish", Event.FINISH):
-            self._move(Event.FINISH)
+        with self._gate.call("finish", Event.FINISH):
+            self._gate.move(Event.FINISH)
             with self._failing("finish"):
                 self._finish()
-            self._move(Event.DONE)
+            self._gate.move(Event.DONE)
             ownership.record_version(self.model, self.version)
             self._close()
             return self._make_receipt(None)
@@ -275,7 +251,7 @@ class WeightLoadSession:
             cause: why, for the receipt.
         """
         event = Event.ABORT_DIRTY if self._dirty else Event.ABORT_CLEAN
-        with self._call("abort", event):
+        with self._gate.call("abort", event):
             self._end(cause)
             return self._make_receipt(cause)
 
@@ -347,7 +323,7 @@ class WeightLoadSession:
             self.finish()
 
     def __del__(self) -> None:
-        if getattr(self, "state", SessionState.NEW).open:
+        if hasattr(self, "_gate") and self.state.open:
             try:
                 warnings.warn(
                     f"{self!r} was dropped without finish() or abort(); it is aborted now.",
@@ -414,68 +390,13 @@ class WeightLoadSession:
                 name=name,
             )
 
-    def _check(self, pairs: list[Any]) -> None:
-        """Check pairs that are all at hand, before any of them is written."""
-        names: set[str] = set()
-        unknown = []
-        manifest = self._intake.manifest
-        for pair in pairs:
-            name, tensor = unpack(pair)
-            self._intake.check_pair(name, tensor)
-            if name in names:
-                raise DuplicateWeightError(
-                    f"{name!r} stands twice in one source. Send each tensor once.", name=name
-                )
-            names.add(name)
-            if manifest is not None and name not in manifest:
-                unknown.append(pair)
-        if unknown:
-            self._rehearse(unknown)
-
-    def _rehearse(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
-        """Let the loaders take names that are new to the model, without any write."""
-        board = self._opened()
-        trial = Intake(manifest=self._intake.manifest)
-        with board.rehearsal(trial):
-            try:
-                board.framework.load(
-                    self.model, trial.feed(pairs, borrowed=False, between=lambda: None)
-                )
-            except WeightLoadError:
-                raise
-            except Exception as error:
-                raise self._refused(error, trial) from error
-            trial.end_batch()
-
-    def _refused(self, error: Exception, intake: Intake) -> WeightLoadError:
-        """Make the right error from what a model's loader raised."""
-        name = intake.current
-        found = intake.seen.get(name) if name is not None else None
-        said = f"{type(error).__name__}: {error}"
-        if name is None or found is None:
-            return WeightMismatchError(f"The model's loaders refused the weights ({said}).")
-        known = intake.manifest is not None and name in intake.manifest
-        if intake.manifest is not None and not known:
-            return UnexpectedWeightError(
-                f"The model has no place for {name!r} of shape {found.shape} ({said}).", name=name
-            )
-        return WeightMismatchError(
-            f"The model's loader refused {name!r} of shape {found.shape} ({said}).",
-            name=name,
-            found=found.shape,
-        )
-
-    def _missing(self, names: list[str], received: int | None = None) -> IncompleteLoadError:
-        count = len(self._intake.seen) if received is None else received
-        return self._opened().incomplete(names, count)
-
     # ------------------------------------------------------------------ processing
 
     def _process_early(self, call: str, module: nn.Module, role: Role) -> bool:
-        with self._call(call, None, inside=True), self._failing("process"):
+        with self._gate.call(call, None, inside=True), self._failing("process"):
             board = self._opened()
             if self.state is SessionState.PREPARED:
-                self._move(Event.LOAD)
+                self._gate.move(Event.LOAD)
             hook = board.hook_of(module, role)
             if hook is None or hook.attempted:
                 return False
@@ -531,7 +452,7 @@ class WeightLoadSession:
         board = self._opened()
         lost = board.missing()
         if lost:
-            raise self._missing(lost)
+            raise board.incomplete(lost, len(self._intake.seen))
         board.check_overlaps()
         board.check_unclaimed()
         with ownership.entered(self), board.framework.ambient(self.model):
@@ -576,7 +497,7 @@ class WeightLoadSession:
                 and not isinstance(error, WeightLoadError)
                 and error is not source
             ):
-                raised = self._refused(error, self._intake)
+                raised = preflight.refused(error, self._intake)
             self._end(f"{type(raised).__name__}: {raised}", raised)
             self._annotate(raised)
             if raised is not error:
@@ -622,7 +543,7 @@ class WeightLoadSession:
             error.add_note(f"weightload: cleaning up raised {type(second).__name__}: {second}")
         finally:
             if self.state is SessionState.NEW or self.state.open:
-                self._move(Event.ABORT_DIRTY if self._dirty else Event.ABORT_CLEAN)
+                self._gate.move(Event.ABORT_DIRTY if self._dirty else Event.ABORT_CLEAN)
             self._close()
             self._make_receipt(cause)
 
@@ -653,60 +574,7 @@ class WeightLoadSession:
             )
         return self.receipt
 
-    # ------------------------------------------------------------------ guards
-
-    @contextmanager
-    def _call(self, name: str, event: Event | None, *, inside: bool = False) -> Iterator[None]:
-        """Allow one public call, or say why not and what is allowed."""
-        mine = threading.get_ident()
-        if not self._lock.acquire(blocking=False):
-            if self._thread != mine:
-                raise UsageError(
-                    f"Another thread is inside a call of session {self.id}; a session is used by "
-                    f"one thread at a time."
-                )
-            if not inside:
-                raise SessionMisnestedError(
-                    f"{name}() was called from inside another call of session {self.id}, such as "
-                    f"from its source or a hook. Return from it first."
-                )
-            self._require(name, event)
-            yield
-            return
-        self._thread = mine
-        try:
-            self._require(name, event)
-            yield
-        finally:
-            self._thread = None
-            self._lock.release()
-
-    def _require(self, name: str, event: Event | None) -> None:
-        allowed = (
-            self.state in (SessionState.PREPARED, SessionState.LOADING)
-            if event is None
-            else next_state(self.state, event) is not None
-        )
-        if allowed:
-            return
-        calls = allowed_calls(self.state)
-        advice = (
-            f"allowed now: {', '.join(calls)}"
-            if calls
-            else "a session is for single use; open a new one"
-        )
-        raise InvalidTransitionError(
-            f"{name}() is not allowed in session {self.id}, which is {self.state.value}; {advice}.",
-            state=self.state.value,
-            call=name,
-            allowed=calls,
-        )
-
-    def _move(self, event: Event) -> None:
-        state = next_state(self.state, event)
-        if state is None:
-            raise InvalidTransitionError(f"{self!r} has no move for {event.value}.")
-        self.state = state
+    # ------------------------------------------------------------------ helpers
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:

@@ -34,7 +34,7 @@ from weightload.ownership import (
 def opened(model):
     """Return a session in an open state that owns nothing yet."""
     session = WeightLoadSession(model)
-    session.state = SessionState.PREPARED
+    session._gate.state = SessionState.PREPARED
     return session
 
 
@@ -48,7 +48,7 @@ def sessions(model):
     made = [opened(model), opened(model)]
     yield made
     for session in made:
-        session.state = SessionState.ABORTED
+        session._gate.state = SessionState.ABORTED
 
 
 def modules_of(model):
@@ -88,7 +88,7 @@ def test_only_the_owner_can_give_a_claim_up(model, sessions):
 
 def test_an_ended_session_owns_nothing(model, sessions):
     claim(sessions[0], modules_of(model))
-    sessions[0].state = SessionState.FINISHED
+    sessions[0]._gate.state = SessionState.FINISHED
     assert owner_of(model) is None
     claim(sessions[1], modules_of(model))
     assert open_session(model) is sessions[1]
@@ -97,7 +97,7 @@ def test_an_ended_session_owns_nothing(model, sessions):
 def test_a_session_that_is_gone_owns_nothing(model):
     session = opened(model)
     claim(session, modules_of(model))
-    session.state = SessionState.ABORTED
+    session._gate.state = SessionState.ABORTED
     del session
     gc.collect()
     assert owner_of(model) is None
@@ -114,7 +114,7 @@ def test_a_claim_inside_a_session_on_another_model_is_just_busy(model, sessions)
     claim(sessions[0], modules_of(model))
     with entered(other), pytest.raises(ModelBusyError):
         claim(sessions[1], modules_of(model))
-    other.state = SessionState.ABORTED
+    other._gate.state = SessionState.ABORTED
 
 
 def test_the_current_session_is_that_of_the_innermost_block(sessions):
@@ -137,7 +137,7 @@ def test_an_inherited_session_that_has_ended_counts_as_none(sessions):
     with entered(sessions[0]):
         inherited = contextvars.copy_context()
     assert inherited.run(current_session) is sessions[0]
-    sessions[0].state = SessionState.ABORTED
+    sessions[0]._gate.state = SessionState.ABORTED
     assert inherited.run(current_session) is None
 
 
@@ -198,7 +198,7 @@ def test_nothing_keeps_the_model_alive(model):
     claim(session, modules_of(model))
     record_version(model, 1)
     record_poison(model, POISON)
-    session.state = SessionState.ABORTED
+    session._gate.state = SessionState.ABORTED
     gone = weakref.ref(session.model)
     del session
     local = weakref.ref(model[0])

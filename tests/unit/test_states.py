@@ -24,7 +24,7 @@ DIAGRAM = {
 }
 
 
-@pytest.mark.parametrize(("state", "event"), itertools.product(S, E))
+@pytest.mark.parametrize(("state", "event"), list(itertools.product(S, E)))
 def test_every_pair_of_state_and_event_is_as_drawn(state, event):
     assert next_state(state, event) is DIAGRAM[state].get(event)
 

@@ -17,8 +17,6 @@ from weightload.testing.oracle import (
     Kept,
     ToyFramework,
     check_equal,
-    identical,
-    outputs,
     toy_framework,
 )
 

@@ -33,7 +33,6 @@ from weightload.testing.layers import (
     SummedState,
     TableLinear,
     WeightHandleLinear,
-    parameter,
 )
 
 __all__ = [

@@ -1,0 +1,117 @@
+"""Checks what is going to be loaded before any of it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from weightload.board import Board
+from weightload.errors import (
+    DuplicateWeightError,
+    UnexpectedWeightError,
+    WeightLoadError,
+    WeightMismatchError,
+)
+from weightload.intake import Intake, unpack
+
+__all__ = ["check_pairs", "check_set", "refused"]
+
+Pair = tuple[str, torch.Tensor]
+
+
+def check_pairs(board: Board, model: nn.Module, intake: Intake, pairs: list[Any]) -> None:
+    """Check pairs that are all at hand.
+
+    Names that the load which made the model did not have are rehearsed.
+
+    Raises:
+        CheckpointError: one does not fit, or stands twice.
+    """
+    names: set[str] = set()
+    unknown: list[Pair] = []
+    for pair in pairs:
+        name, tensor = unpack(pair)
+        intake.check_pair(name, tensor)
+        if name in names:
+            raise DuplicateWeightError(
+                f"{name!r} stands twice in one source. Send each tensor once.", name=name
+            )
+        names.add(name)
+        if intake.manifest is not None and name not in intake.manifest:
+            unknown.append(pair)
+    _rehearse(board, model, intake, unknown)
+
+
+def check_set(
+    board: Board,
+    model: nn.Module,
+    intake: Intake,
+    weights: Mapping[str, torch.Tensor | tuple[int, ...]],
+    *,
+    complete: bool,
+) -> None:
+    """Check a whole set of names and shapes; see :meth:`WeightLoadSession.check`.
+
+    Raises:
+        CheckpointError: something does not fit, or is missing.
+    """
+    manifest = intake.manifest
+    if manifest is None:
+        return
+    unknown: list[Pair] = []
+    known = 0
+    getter = getattr(weights, "tensor", None)
+    for name, value in weights.items():
+        shape = tuple(value.shape) if isinstance(value, torch.Tensor) else tuple(value)
+        intake.check_shape(name, shape)
+        if name in manifest:
+            known += 1
+        elif isinstance(value, torch.Tensor):
+            unknown.append((name, value))
+        elif getter is not None:
+            unknown.append((name, getter(name)))
+    _rehearse(board, model, intake, unknown)
+    absent = [
+        name
+        for name, fact in manifest.items()
+        if fact.consumed and name not in weights and name not in intake.seen
+    ]
+    # With names of its own a source may bring the same things; only the regions can tell then.
+    if complete and absent and known == len(weights):
+        raise board.incomplete(absent, len(weights))
+
+
+def _rehearse(board: Board, model: nn.Module, intake: Intake, pairs: list[Pair]) -> None:
+    """Let the loaders take names that are new to the model, without any write."""
+    if not pairs:
+        return
+    trial = Intake(manifest=intake.manifest)
+    with board.rehearsal(trial):
+        try:
+            board.framework.load(model, trial.feed(pairs, borrowed=False, between=lambda: None))
+        except WeightLoadError:
+            raise
+        except Exception as error:
+            raise refused(error, trial) from error
+        trial.end_batch()
+
+
+def refused(error: Exception, intake: Intake) -> WeightLoadError:
+    """Make the right error from what a model's loader raised."""
+    name = intake.current
+    found = intake.seen.get(name) if name is not None else None
+    said = f"{type(error).__name__}: {error}"
+    if name is None or found is None:
+        return WeightMismatchError(f"The model's loaders refused the weights ({said}).")
+    if intake.manifest is not None and name not in intake.manifest:
+        return UnexpectedWeightError(
+            f"The model has no place for {name!r} of shape {found.shape} ({said}).", name=name
+        )
+    return WeightMismatchError(
+        f"The model's loader refused {name!r} of shape {found.shape} ({said}).",
+        name=name,
+        found=found.shape,
+    )
