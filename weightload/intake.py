@@ -28,6 +28,31 @@ def pairs_of(weights: Mapping[str, torch.Tensor] | Iterable[Pair]) -> Iterable[P
     return weights.items() if isinstance(weights, Mapping) else weights
 
 
+@attrs.frozen
+class _Place:
+    """Where a source tensor is: several may be parts of one buffer.
+
+    Attributes:
+        name: its name.
+        start: first byte in its storage.
+        stop: byte after the last one.
+        hold: keeps the key of the storage from being used for another one; holds no memory.
+    """
+
+    name: str
+    start: int
+    stop: int
+    hold: StorageWeakRef
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor) -> _Place:
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        last = int(sum((size - 1) * step for size, step in steps)) if tensor.numel() else 0
+        start = int(tensor.storage_offset()) * tensor.element_size()
+        stop = start + (last + 1) * tensor.element_size()
+        return cls(name, start, stop, StorageWeakRef(tensor.untyped_storage()))
+
+
 @attrs.define(kw_only=True)
 class Intake:
     """Counts and checks what one session receives.
@@ -54,7 +79,7 @@ class Intake:
     broadcast: set[str] = attrs.field(factory=set)
     unclaimed: dict[str, torch.Tensor] = attrs.field(factory=dict)
     _held: dict[str, torch.Tensor] = attrs.field(factory=dict)
-    _by_storage: dict[int, tuple[str, StorageWeakRef]] = attrs.field(factory=dict)
+    _by_storage: dict[int, list[_Place]] = attrs.field(factory=dict)
     _batch: list[str] = attrs.field(factory=list)
 
     def check_pair(self, name: Any, tensor: Any) -> None:
@@ -145,8 +170,7 @@ class Intake:
         self.nbytes += tensor.numel() * tensor.element_size()
         key = storage_key(tensor)
         if key is not None:
-            # The weak reference keeps the key from being used for another storage.
-            self._by_storage[key] = (name, StorageWeakRef(tensor.untyped_storage()))
+            self._by_storage.setdefault(key, []).append(_Place.of(name, tensor))
 
     def name_of(self, source: torch.Tensor | None) -> str | None:
         """Return the source name that a write belongs to.
@@ -157,8 +181,15 @@ class Intake:
         if source is not None:
             key = storage_key(source)
             if key is not None and key in self._by_storage:
-                return self._by_storage[key][0]
+                return self._name_in(self._by_storage[key], source)
         return self.current
+
+    def _name_in(self, places: list[_Place], source: torch.Tensor) -> str:
+        start = source.storage_offset() * source.element_size()
+        inside = [place.name for place in places if place.start <= start < place.stop]
+        if self.current in inside or not inside:
+            return self.current or places[-1].name
+        return inside[-1]
 
     def consumed(self, name: str | None, place: str) -> None:
         """Note that the tensor of that name filled something in the tensor called ``place``."""

@@ -7,7 +7,7 @@ hook changes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import attrs
@@ -15,119 +15,23 @@ import torch
 from torch import nn
 
 from weightload.derived import Reconciliation
+from weightload.entries import Entry, Staging
 from weightload.errors import ProcessingError, StorageChangedError, name_some
-from weightload.ledger import Region, RegionLedger
-from weightload.observer import Watched
 from weightload.record import (
     MISSING,
     SECTIONS,
     Change,
     ModuleRecord,
     ObjectState,
-    SharedRegions,
-    Slot,
     StagedSlot,
     make_record,
     record_of,
     slots_of,
 )
 from weightload.registry import ModuleRule, Role
-from weightload.storage import describe_change, make_twins, select
+from weightload.storage import describe_change, make_twins
 
-__all__ = ["Entry", "Hook", "Staging", "Unit", "build_units"]
-
-
-@attrs.define(kw_only=True, eq=False)
-class Entry:
-    """One tensor that a load fills: where loaders write, and what has arrived.
-
-    Attributes:
-        names: qualified names under which the model knows it; tied tensors have several.
-        slots: the places in the model that hold it.
-        tensor: what loaders write to, the live tensor or its twin.
-        ledger: what arrived.
-        gaps: regions that no checkpoint brings; ``None`` if nobody knows yet.
-        shared: regions that several source tensors fill.
-        required: whether a load must bring all of it when nobody knows the gaps.
-        readers: what is processed when it, and all else that is read then, is complete.
-        staging: the memory behind the twin; ``None`` if loaders write to the live tensor.
-        watched: the observer's handle.
-        closed: whether its unit was processed, so that nothing more may arrive.
-    """
-
-    names: list[str]
-    slots: list[Slot]
-    tensor: torch.Tensor
-    ledger: RegionLedger
-    gaps: list[Region] | None
-    required: bool
-    shared: SharedRegions = attrs.field(factory=SharedRegions)
-    readers: list[Unit] = attrs.field(factory=list)
-    staging: Staging | None = None
-    watched: Watched | None = None
-    closed: bool = False
-
-    @property
-    def complete(self) -> bool:
-        """Whether everything arrived that a checkpoint brings."""
-        return self.ledger.complete(self.gaps or ())
-
-
-@attrs.define(kw_only=True, eq=False)
-class Staging:
-    """Memory for the twins of one storage, allocated when something first touches them.
-
-    Attributes:
-        storage: the storage of the twins; of zero bytes until it is allocated.
-        nbytes: size that it gets.
-        twins: the tensors that look into it.
-        seeds: twin, region and value of what no checkpoint brings.
-    """
-
-    storage: torch.UntypedStorage
-    nbytes: int
-    twins: list[torch.Tensor] = attrs.field(factory=list)
-    seeds: list[tuple[torch.Tensor, Region, torch.Tensor]] = attrs.field(factory=list)
-    allocated: bool = False
-
-    def allocate(self) -> int:
-        """Give the twins their memory and the seeds; return how many bytes were added."""
-        if self.allocated:
-            return 0
-        self.allocated = True
-        self.storage.resize_(self.nbytes)
-        with torch.no_grad():
-            for twin, region, value in self.seeds:
-                select(twin, region).copy_(value)
-        return self.nbytes
-
-    @property
-    def _ours_alone(self) -> bool:
-        """Whether nobody but the twins and this object knows the memory."""
-        holders = getattr(torch._C, "_storage_Use_Count", None)
-        if holders is None or not self.allocated:
-            return False
-        return bool(holders(self.storage._cdata) <= 1 + len(self.twins))
-
-    def release(self, keep: Collection[int] = ()) -> int:
-        """Take the memory away from the twins; return how many bytes were given back.
-
-        ``keep`` are ids of twins that have become live.
-
-        What else looks into the storage (a view that a hook kept) keeps it alive. A loader that
-        still holds a twin finds no memory, and the observer refuses a write to it.
-        """
-        if not keep and self._ours_alone:
-            # Nothing is allocated here, so that the heap is not fragmented from layer to layer.
-            self.storage.resize_(0)
-            self.allocated = False
-            return self.nbytes
-        for twin in self.twins:
-            if id(twin) not in keep:
-                twin.data = torch.empty(0, dtype=twin.dtype, device=twin.device)
-        given = self.nbytes if self.allocated else 0
-        self.allocated = False
-        return given
+__all__ = ["Hook", "Unit", "build_units"]
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -502,7 +406,7 @@ def build_units(
             if record is not None
             for change in record.steps.get(role, ())
         ]
-        unit.inferred = any(record is not None and record.inferred for record in records)
+        unit.inferred = any(record is not None and record.inferred for record in known)
         order = list(Role)
         unit.hooks.sort(key=lambda hook: order.index(hook.rule.role))
     return list(roots.values()), members

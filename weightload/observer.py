@@ -66,7 +66,7 @@ class Watched:
         if view is self.tensor:
             return full_region(self.tensor.shape)
         return locate(
-            view.storage_offset() - self.base_offset,
+            int(view.storage_offset()) - self.base_offset,
             view.shape,
             view.stride(),
             self.tensor.shape,
@@ -103,7 +103,7 @@ class WriteObserver(TorchDispatchMode):
     """The dispatch mode. Enter it once around a load, not once per tensor."""
 
     def __init__(self, listener: WriteListener) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._listener = listener
         self._by_storage: dict[int, list[Watched]] = {}
 
@@ -112,7 +112,7 @@ class WriteObserver(TorchDispatchMode):
         key = storage_key(tensor)
         if key is None:
             return None
-        watched = Watched(tensor, key, tensor.storage_offset(), tensor.untyped_storage())
+        watched = Watched(tensor, key, int(tensor.storage_offset()), tensor.untyped_storage())
         self._by_storage.setdefault(key, []).append(watched)
         return watched
 

@@ -66,13 +66,9 @@ class Poison:
     cause: str
 
 
-@attrs.define
-class _Status:
-    version: str | int | None = None
-    poison: Poison | None = None
-
-
-_status: WeakKeyDictionary[Any, _Status] = WeakKeyDictionary()
+_versions: WeakKeyDictionary[Any, str | int | None] = WeakKeyDictionary()
+_poisons: WeakKeyDictionary[Any, Poison] = WeakKeyDictionary()
+"""Versions and poison are per module, as claims are: models share modules."""
 _claims: WeakKeyDictionary[Any, ref[WeightLoadSession]] = WeakKeyDictionary()
 
 
@@ -166,26 +162,38 @@ def open_session(model: Any) -> WeightLoadSession | None:
 
 def record_version(model: Any, version: str | int | None) -> None:
     """Note that ``model`` now serves ``version``; clears poison. Called by a full finish only."""
-    _status[model] = _Status(version=version)
+    for module in model.modules():
+        _versions[module] = version
+        _poisons.pop(module, None)
 
 
 def record_poison(model: Any, poison: Poison) -> None:
-    """Mark ``model`` as holding a mixture, until a session with full scope finishes."""
-    status = _status.setdefault(model, _Status())
-    status.poison = poison
-    status.version = None
+    """Mark ``model`` as holding a mixture, until a session with full scope finishes.
+
+    Models that share a module with it are marked as well, through that module.
+    """
+    for module in model.modules():
+        _versions[module] = None
+        _poisons[module] = poison
 
 
 def weights_version(model: Any) -> str | int | None:
-    """Return the version that ``model`` serves, ``None`` before the first load and if poisoned."""
-    status = _status.get(model)
-    return status.version if status is not None else None
+    """Return the version that ``model`` serves.
+
+    ``None`` before the first load, if the model is poisoned, and if a module of it was loaded
+    through another model since, in another version.
+    """
+    version = _versions.get(model)
+    same = all(_versions.get(module, version) == version for module in model.modules())
+    return version if same else None
 
 
 def poison_of(model: Any) -> Poison | None:
     """Return why ``model`` must not be used, or ``None`` if it may."""
-    status = _status.get(model)
-    return status.poison if status is not None else None
+    if not _poisons:
+        return None
+    found = (_poisons.get(module) for module in model.modules())
+    return next((poison for poison in found if poison is not None), None)
 
 
 def require_usable(model: Any) -> None:

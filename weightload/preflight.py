@@ -81,7 +81,7 @@ def check_set(
     ]
     # With names of its own a source may bring the same things; only the regions can tell then.
     if complete and absent and known == len(weights):
-        raise board.incomplete(absent, len(weights))
+        raise board.completeness.incomplete(absent, len(weights))
 
 
 def _rehearse(board: Board, model: nn.Module, intake: Intake, pairs: list[Pair]) -> None:
@@ -89,7 +89,7 @@ def _rehearse(board: Board, model: nn.Module, intake: Intake, pairs: list[Pair])
     if not pairs:
         return
     trial = Intake(manifest=intake.manifest)
-    with board.rehearsal(trial):
+    with board.arrivals.rehearsal(trial):
         try:
             board.framework.load(model, trial.feed(pairs, borrowed=False, between=lambda: None))
         except WeightLoadError:

@@ -408,7 +408,7 @@ class HookRecording:
             tensor = vars(slot[0])[slot[1]][slot[2]]
             if mark.storage is not None and mark.difference(tensor) is not None:
                 before = torch.empty(0, dtype=spec.dtype, device=spec.device)
-                tensor.data = before.set_(mark.storage, spec.offset, spec.shape, spec.stride)  # type: ignore[call-overload]
+                tensor.data = before.set_(mark.storage, spec.offset, spec.shape, spec.stride)
         for key, value in overwritten.items():
             self.loose[key].detach().copy_(value)
         for (module, section, name), _, _ in self.specs.values():
@@ -479,5 +479,6 @@ class HookRecording:
         owner, section, name = slot
         for state in self.states:
             if state.owner is owner:
-                return state.contents[section].get(name)
+                before: torch.Tensor | None = state.contents[section].get(name)
+                return before
         return None

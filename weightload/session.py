@@ -351,7 +351,7 @@ class WeightLoadSession:
             self._commit = "atomic"
         self._intake = Intake(manifest=manifest)
         self._board = Board(
-            session=self,
+            mark_dirty=self.mark_dirty,
             framework=self._framework,
             modules=modules,
             intake=self._intake,
@@ -371,7 +371,7 @@ class WeightLoadSession:
     @contextmanager
     def _loading(self) -> Iterator[Board]:
         board = self._opened()
-        with ownership.entered(self), board.framework.ambient(self.model), board.observer:
+        with ownership.entered(self), board.framework.ambient(self.model), board.arrivals.observer:
             yield board
 
     def _feed(self, weights: Iterable[tuple[str, torch.Tensor]], borrowed: bool) -> Iterator[Any]:
@@ -379,7 +379,7 @@ class WeightLoadSession:
 
     def _settle(self) -> None:
         """Process the units that became complete, now that no loader is at work on them."""
-        for unit in self._opened().take_ready():
+        for unit in self._opened().arrivals.take_ready():
             self._process(unit, [hook for hook in unit.hooks if hook.rule.role is Role.QUANT])
 
     def _drained(self, feed: Iterator[Any]) -> None:
@@ -415,7 +415,7 @@ class WeightLoadSession:
                     f"quantised; call process_quant on it first.",
                     module=hook.name,
                 )
-            board.check_complete(unit, hook)
+            board.completeness.check_complete(unit, hook)
             with ownership.entered(self), board.framework.ambient(self.model):
                 self._process(unit, [hook])
             return True
@@ -428,7 +428,7 @@ class WeightLoadSession:
             for hook in hooks:
                 if not hook.attempted:
                     self._module = hook.name
-                    board.run_hook(unit, hook)
+                    board.learning.run_hook(unit, hook)
             self._module = None
             if self._commit == "stream" and unit.staged and all(h.done for h in unit.hooks):
                 board.plan(unit)
@@ -450,15 +450,15 @@ class WeightLoadSession:
 
     def _finish(self) -> None:
         board = self._opened()
-        lost = board.missing()
+        lost = board.completeness.missing()
         if lost:
-            raise board.incomplete(lost, len(self._intake.seen))
-        board.check_overlaps()
-        board.check_unclaimed()
+            raise board.completeness.incomplete(lost, len(self._intake.seen))
+        board.completeness.check_overlaps()
+        board.completeness.check_unclaimed()
         with ownership.entered(self), board.framework.ambient(self.model):
             if self._kind == "initial":
                 board.framework.before_processing(self.model)
-                board.start_learning()
+                board.learning.start_learning()
             for hook in board.hooks:
                 if not hook.done:
                     self._process(board.unit_of(hook.module), [hook])
@@ -473,7 +473,7 @@ class WeightLoadSession:
             board.framework.after_processing(self.model)
         with self._timed("verify"):
             board.verify()
-            board.learn()
+            board.learning.learn()
         root = make_record(self.model)
         root.framework = self._framework
         if self._intake.seen:

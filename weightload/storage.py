@@ -38,7 +38,8 @@ def storage_key(tensor: Tensor) -> int | None:
     data in inner tensors have none.
     """
     try:
-        return tensor.untyped_storage()._cdata
+        key: int = tensor.untyped_storage()._cdata
+        return key
     except (NotImplementedError, RuntimeError, ValueError):
         return None
 
@@ -76,7 +77,7 @@ class Fingerprint:
             storage=storage,
             address=storage.data_ptr() if backed and storage is not None else 0,
             nbytes=storage.nbytes() if storage is not None else 0,
-            offset=tensor.storage_offset() if storage is not None else 0,
+            offset=int(tensor.storage_offset()) if storage is not None else 0,
             shape=tuple(tensor.shape),
             stride=tuple(tensor.stride()) if storage is not None else (),
             dtype=tensor.dtype,
@@ -162,7 +163,7 @@ class TensorSpec:
                 for name, value in getattr(tensor, "__dict__", {}).items()
             },
             requires_grad=tensor.requires_grad,
-            offset=tensor.storage_offset(),
+            offset=int(tensor.storage_offset()),
             shape=tuple(tensor.shape),
             stride=tuple(tensor.stride()),
             dtype=tensor.dtype,
@@ -189,7 +190,7 @@ def make_twins(specs: Sequence[TensorSpec]) -> list[Tensor]:
                 room = torch.empty(spec.nbytes, dtype=torch.uint8, device=spec.device)
                 storages[spec.group] = room.untyped_storage()
             view = torch.empty(0, dtype=spec.dtype, device=spec.device)
-            view.set_(storages[spec.group], spec.offset, spec.shape, spec.stride)  # type: ignore[call-overload]
+            view.set_(storages[spec.group], spec.offset, spec.shape, spec.stride)
             made[identity] = _dress(view, spec)
         twins.append(made[identity])
     for storage in storages.values():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from weightload import UnsupportedError
 from weightload.observer import WriteObserver
 
 
@@ -239,3 +240,28 @@ def test_a_parameter_with_gradients_is_watched_like_any_other(notes):
             parameter.mul_(2)
     assert notes.writes == [WHOLE, WHOLE]
     assert torch.equal(parameter, ONES * 2)
+
+
+def test_of_several_tensors_at_once_each_is_asked_for(notes):
+    """A copy of many is many copies: one that is refused does not hold up the others."""
+    one, two = torch.zeros(2), torch.zeros(2)
+    observer = WriteObserver(notes)
+    first = observer.watch(one)
+    observer.watch(two)
+    notes.before_write = lambda watched, *rest: watched is not first
+    with observer:
+        torch._foreach_copy_([one, two], [torch.ones(2), torch.ones(2)])
+    assert torch.equal(one, torch.zeros(2))
+    assert torch.equal(two, torch.ones(2))
+
+
+def test_several_tensors_at_once_cannot_be_refused_in_part(notes):
+    """Nothing is written rather than the wrong half."""
+    one, two = torch.zeros(2), torch.zeros(2)
+    observer = WriteObserver(notes)
+    first = observer.watch(one)
+    observer.watch(two)
+    notes.before_write = lambda watched, *rest: watched is not first
+    with observer, pytest.raises(UnsupportedError, match="_foreach_add_"):
+        torch._foreach_add_([one, two], 1.0)
+    assert torch.equal(torch.cat([one, two]), torch.zeros(4))

@@ -206,3 +206,28 @@ def test_nothing_keeps_the_model_alive(model):
     gc.collect()
     assert local() is None
     assert gone() is model
+
+
+def test_a_mixture_poisons_every_model_that_shares_a_module_of_it(model):
+    """A draft model that shares the target's embedding computes with the mixture as well."""
+    draft = nn.Sequential(model[1], nn.Linear(1, 1))
+    other = nn.Linear(1, 1)
+    record_version(draft, 5)
+    record_poison(model, POISON)
+    assert poison_of(draft) == POISON
+    assert weights_version(draft) is None
+    assert poison_of(other) is None
+    record_version(draft, 6)
+    assert poison_of(draft) is None
+    assert weights_version(draft) == 6
+    assert poison_of(model) == POISON, "only what the draft has was loaded"
+
+
+def test_the_version_before_a_mixture_does_not_come_back(model):
+    """A model whose shared layer was loaded again by another model serves no known version."""
+    draft = nn.Sequential(model[1])
+    record_version(model, 5)
+    record_poison(draft, POISON)
+    assert weights_version(model) is None
+    record_version(draft, 6)
+    assert weights_version(model) is None

@@ -151,7 +151,7 @@ def take_over_online_layer(module: nn.Module) -> None:
     for section in (module._parameters, module._buffers):
         for tensor in section.values():
             if tensor is not None and hasattr(tensor, "weight_loader"):
-                tensor.weight_loader = original(tensor)  # type: ignore[attr-defined]
+                tensor.weight_loader = original(tensor)
     _info(module).reset()
 
 

@@ -56,7 +56,7 @@ class ConstructedValues:
 
 class _Fills(TorchDispatchMode):
     def __init__(self, found: ConstructedValues) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._found = found
 
     def __torch_dispatch__(

@@ -174,6 +174,7 @@ def _steps(weights: Weights, version: str | int | None, commit: str, reach: _Rea
     """Yield the calls of one reload and take the outcomes of all ranks for each."""
     gather((yield reach.call("status")))
     mine: list[list[Any]] = []
+    finished: list[dict[str, Any]] = []
     try:
         begun = yield reach.call("start", version=version, commit=commit)
         mine = [[one["rank"], one["value"]["session"]] for one in begun if "value" in one]
@@ -185,9 +186,13 @@ def _steps(weights: Weights, version: str | int | None, commit: str, reach: _Rea
             gather((yield reach.call("load", weights=weights)))
         else:
             yield from _send(weights, reach)
-        receipts = gather((yield reach.call("finish")))
+        finished = yield reach.call("finish")
+        receipts = gather(finished)
     except BaseException as error:
         cause = f"{type(error).__name__}: {error}"
+        if any("value" in one for one in finished):
+            # Some ranks have the new weights and others do not; together they are a mixture.
+            yield reach.call("poison", cause=f"another rank could not finish: {cause}")
         # A session that another caller has open on the model is not ours to end.
         ended = yield reach.call("abort", cause=cause, sessions=mine)
         states = yield reach.call("status")

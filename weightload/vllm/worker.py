@@ -20,7 +20,13 @@ from weightload.bucket import read_bucket
 from weightload.errors import UnsupportedError, WeightLoadError
 from weightload.files import Header, checkpoint_folder, read_headers
 from weightload.lifecycle import abort_reload, finish_reload, start_reload
-from weightload.ownership import open_session, poison_of, weights_version
+from weightload.ownership import (
+    Poison,
+    open_session,
+    poison_of,
+    record_poison,
+    weights_version,
+)
 from weightload.record import record_of
 from weightload.vllm.framework import VllmFramework
 
@@ -124,6 +130,15 @@ def _abort(
     return {**abort_reload(model, cause).to_plain(), "rank": worker.rank}
 
 
+def _poison(worker: Any, cause: str) -> Any:
+    """Mark a model that is whole itself, and does not go with those of the other ranks."""
+    model = worker.get_model()
+    if poison_of(model) is None:
+        poison = Poison(session=0, version=None, step="finish", module=None, cause=cause)
+        record_poison(model, poison)
+    return None
+
+
 def _status(worker: Any) -> Any:
     model = worker.get_model()
     session = open_session(model)
@@ -145,6 +160,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "load_path": _load_path,
     "finish": _finish,
     "abort": _abort,
+    "poison": _poison,
     "status": _status,
 }
 """What a worker can be asked to do; each is called as ``operation(worker, **arguments)``."""
@@ -180,8 +196,8 @@ def worker_extension(prefix: str) -> type:
     """Make a class for vLLM's ``worker_extension_cls`` whose methods start with ``prefix_``.
 
     Methods: ``start(version=None, commit="stream")``, ``check(shapes)``, ``load(weights)``,
-    ``load_bucket(path, table)``, ``load_path(path=None)``, ``finish()``, ``abort(cause=...)`` and
-    ``status()``. Each returns an outcome; see :func:`gather`. To choose a prefix, give the class
+    ``load_bucket(path, table)``, ``load_path(path=None)``, ``finish()``, ``abort(cause=...)``,
+    ``poison(cause)`` (some ranks finished and others could not) and ``status()``. Each returns an outcome; see :func:`gather`. To choose a prefix, give the class
     a name in a module of your own: ``MyExtension = worker_extension("my")``.
     """
 
@@ -237,7 +253,7 @@ def _loader(worker: Any) -> Any:
 def _headers(loader: Any, model_config: Any, model: nn.Module) -> dict[str, Header] | None:
     """Return the headers of the files that will be read, ``None`` if they cannot be foretold."""
     prepare = getattr(loader, "_prepare_weights", None)
-    if prepare is None or getattr(model, "secondary_weights", ()):
+    if prepare is None or getattr(model, "secondary_weights", None):
         return None
     _, files, safetensors, _ = prepare(
         model_config.model,

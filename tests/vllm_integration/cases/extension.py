@@ -4,6 +4,8 @@ from common import Places
 
 from weightload.vllm import WorkerExtension, worker_extension
 
+NORM = "model.layers.1.input_layernorm.weight"
+
 
 class _Looking:
     """Looks at the model of one rank, and can make its loaders fail."""
@@ -14,23 +16,21 @@ class _Looking:
     def moved(self):
         return self.places.changes()
 
-    def break_loaders(self, rank):
-        """Let the loaders of one rank raise in the middle of the weights."""
+    def break_loaders(self, rank, how):
+        """Let the loaders of one rank raise in the middle, or lose a tensor."""
         if self.rank != rank:
             return
         model = self.get_model()
         whole = model.load_weights
 
-        def load_weights(weights):
-            def some():
-                for index, pair in enumerate(weights):
-                    if index == 12:
-                        raise RuntimeError("this rank is broken")
+        def some(weights):
+            for index, pair in enumerate(weights):
+                if index == 12 and how == "raise":
+                    raise RuntimeError("this rank is broken")
+                if not (pair[0] == NORM and how == "lose"):
                     yield pair
 
-            return whole(some())
-
-        model.load_weights = load_weights
+        model.load_weights = lambda weights: whole(some(weights))
 
     def mend_loaders(self):
         vars(self.get_model()).pop("load_weights", None)

@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 
 from common import checkpoints, fresh, main, start
+from extension import NORM
 
 from weightload import WeightLoadError
 from weightload.bucket import BucketWriter
@@ -66,9 +67,8 @@ def run(family, folder, extension):
     step("B from a mapping in small buckets, atomic", b_weights, b, commit="atomic")
     step("its own checkpoint", None, a)
 
-    norm = "model.layers.1.input_layernorm.weight"
     middle = len(b_weights) // 2
-    short = {**b_weights, norm: b_weights[norm][:1].clone()}
+    short = {**b_weights, NORM: b_weights[NORM][:1].clone()}
 
     def fault(label, act):
         found = {"error": None, "model_intact": None, "facts": {}}
@@ -95,18 +95,21 @@ def run(family, folder, extension):
         found["then A"] = describe_difference(a, observe(llm))
         result["faults"][label] = found
 
-    def on_one_rank(rank, weights):
-        llm.collective_rpc("break_loaders", args=(rank,))
-        reload(llm, weights)
+    def on_one_rank(rank, how, **options):
+        llm.collective_rpc("break_loaders", args=(rank, how))
+        reload(llm, b_path, **options)
 
     fault("source fails at the start", lambda: reload(llm, failing(b_weights, 0)))
     fault("source fails in the middle", lambda: reload(llm, failing(b_weights, middle)))
     fault("wrong shape in a stream", lambda: reload(llm, iter(short.items())))
     fault("wrong shape in a mapping", lambda: reload(llm, short))
-    fault("no norm in a stream", lambda: reload(llm, (x for x in b_weights.items() if x[0] != norm)))
+    fault("no norm in a stream", lambda: reload(llm, (x for x in b_weights.items() if x[0] != NORM)))
     fault("path that does not exist", lambda: reload(llm, a_path.parent / "nowhere"))
-    fault("rank 0 alone fails", lambda: on_one_rank(0, b_path))
-    fault("rank 1 alone fails", lambda: on_one_rank(1, b_path))
+    fault("rank 0 alone fails", lambda: on_one_rank(0, "raise"))
+    fault("rank 1 alone fails", lambda: on_one_rank(1, "raise"))
+    fault("rank 1 alone fails, atomic", lambda: on_one_rank(1, "raise", commit="atomic"))
+    fault("rank 1 alone lacks a norm", lambda: on_one_rank(1, "lose"))
+    fault("rank 1 alone lacks a norm, atomic", lambda: on_one_rank(1, "lose", commit="atomic"))
     result["files left"] = [str(file) for file in set(SHARED.glob("weightload-*")) - files]
     stop_engine(llm)
     return result

@@ -1,0 +1,242 @@
+"""Listens to the observer: which write belongs where, whether it may be done, what is ready."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from weightload.entries import Entry, Load, Staging
+from weightload.errors import DuplicateWeightError, UnsupportedError, WeightMismatchError
+from weightload.intake import Intake
+from weightload.layer import Unit
+from weightload.ledger import Region, full_region, meet, uncovered
+from weightload.observer import Watched, WriteObserver
+from weightload.record import StagedSlot, make_record
+from weightload.storage import TensorSpec, select
+
+__all__ = ["Arrivals"]
+
+
+class Arrivals:
+    """Enters every write of one load into the ledgers.
+
+    Attributes:
+        observer: sees the writes while it is entered.
+    """
+
+    def __init__(self, load: Load) -> None:
+        self.observer = WriteObserver(self)
+        self._load = load
+        self._by_watched: dict[int, Entry] = {}
+        self._stagings: dict[int, Staging] = {}
+        self._closed: dict[int, Entry] = {}
+        self._ready: dict[int, Unit] = {}
+        self._trial: Intake | None = None
+        self._expected: list[tuple[Entry, Region]] = []
+
+    def watch(self, entry: Entry) -> None:
+        """Watch writes to the tensor of ``entry``."""
+        entry.watched = self.observer.watch(entry.tensor)
+        if entry.watched is not None:
+            self._by_watched[id(entry.watched)] = entry
+            if entry.staging is not None:
+                self._stagings[entry.watched.storage] = entry.staging
+
+    def end(self, entry: Entry) -> None:
+        """Refuse all further writes to the tensor of ``entry``, whose unit is done."""
+        if entry.watched is not None:
+            self._stagings.pop(entry.watched.storage, None)
+            self._by_watched.pop(id(entry.watched), None)
+            self.observer.forget(entry.watched)
+            entry.watched = None
+        left = self.observer.watch(entry.tensor)
+        if left is not None:
+            self._closed[left.storage] = entry
+
+    def before_touch(self, storage: int) -> None:
+        """Give a twin its memory before the first operation on it."""
+        staging = self._stagings.get(storage)
+        if staging is not None:
+            self._load.grow(staging.allocate())
+            return
+        entry = self._closed.get(storage)
+        if entry is not None:
+            raise DuplicateWeightError(
+                f"{self._load.intake.current!r} arrived after {entry.names[0]!r} was complete and "
+                f"processed: something was sent twice.",
+                name=self._load.intake.current,
+                parameter=entry.names[0],
+            )
+
+    def before_write(
+        self,
+        watched: Watched,
+        region: Region | None,
+        target: torch.Tensor,
+        source: torch.Tensor | None,
+    ) -> bool:
+        """Check one write, enter it into the ledger, and say whether it is to be done."""
+        entry = self._by_watched.get(id(watched))
+        if entry is None:
+            return True
+        intake = self._trial or self._load.intake
+        name = intake.name_of(source)
+        if name is None and source is None and region is not None:
+            # A model that collects its source first goes on with what it has copied.
+            name = entry.ledger.writer(region)
+        if source is not None:
+            self._check_copy(intake, name, entry, target, source)
+        intake.consumed(name, entry.names[0])
+        if self._trial is not None:
+            if region is not None and entry.gaps:
+                self._keep_defaults(entry, region)
+                self._expected.append((entry, region))
+            return False
+        first = self._load.teaches
+        if region is not None and not first and self._counts_less(entry, region, name):
+            self._note_ready(entry)
+            return False
+        if region is not None and entry.gaps:
+            self._keep_defaults(entry, region)
+        if entry.staging is None:
+            self._load.mark_dirty()
+        self._load.counts.bytes_written += target.numel() * target.element_size()
+        if region is None:
+            if first and name is not None and not self.observer.shares(watched):
+                # Nobody can say which part it fills: every name that does so is needed.
+                entry.shared.ordered = True
+                entry.shared.names.add(name)
+            return True
+        other = entry.ledger.enter(region, name)
+        if other is not None and first:
+            entry.shared.winner[region] = name
+            entry.shared.names |= {one for one in (name, other) if one is not None}
+        elif other is not None and not {name, other} <= entry.shared.names:
+            if source is not None and torch.equal(target, source.to(target)):
+                return False
+            raise DuplicateWeightError(
+                f"{name!r} and {other!r} both fill {entry.names[0]!r} "
+                f"({' = '.join(entry.names)}), with different values.",
+                name=name,
+                other=other,
+                parameter=entry.names[0],
+            )
+        return True
+
+    def _keep_defaults(self, entry: Entry, region: Region) -> None:
+        """Keep what a part holds that no checkpoint brought so far, before one brings it.
+
+        A later load may leave it out again, and must find the default.
+        """
+        if entry.watched is None or self.observer.shares(entry.watched):
+            return
+        if not any(meet(region, gap) for gap in entry.gaps or ()):
+            return
+        spec = TensorSpec.of(entry.tensor)
+        seeds = [(gap, select(entry.tensor, gap).clone()) for gap in entry.gaps or ()]
+        for module, section, name in entry.slots:
+            slot = StagedSlot(section=section, name=name, spec=spec, seeds=seeds)
+            make_record(module).staged.setdefault((section, name), slot)
+
+    def _counts_less(self, entry: Entry, region: Region, name: str | None) -> bool:
+        """Whether a name that counts more than ``name`` has filled the region already."""
+        winner = entry.shared.winner.get(region, name)
+        return winner != name and not entry.shared.ordered and entry.ledger.writer(region) == winner
+
+    def before_read(self, watched: Watched, region: Region | None) -> None:
+        """Note, in a first load, that a loader computes with what its tensor held before."""
+        entry = self._by_watched.get(id(watched))
+        if entry is None or self._trial is not None or entry.tensor.is_meta:
+            return
+        region = full_region(entry.ledger.shape) if region is None else region
+        self._refuse_unknown_value(entry, region)
+        if not self._load.teaches:
+            return
+        name = self._load.intake.current
+        if id(entry) not in self._load.seeds and entry.ledger.leaves_out(region):
+            self._load.seeds[id(entry)] = (
+                TensorSpec.of(entry.tensor),
+                [(rest, select(entry.tensor, rest).clone()) for rest in entry.ledger.missing()],
+            )
+        others = {one for one in entry.ledger.writers(region) if one is not None} - {name}
+        if name is not None and others:
+            entry.shared.ordered = True
+            entry.shared.names |= {name, *others}
+
+    def _refuse_unknown_value(self, entry: Entry, region: Region) -> None:
+        if self._load.initial:
+            return
+        unknown = entry.gaps is None and entry.required and entry.staging is not None
+        if unknown and entry.ledger.leaves_out(region):
+            raise UnsupportedError(
+                f"A loader computes with the value that {entry.names[0]!r} was constructed with, "
+                f"which is not known. {self._load.framework.advice}",
+                parameter=entry.names[0],
+            )
+
+    def _check_copy(
+        self,
+        intake: Intake,
+        name: str | None,
+        entry: Entry,
+        target: torch.Tensor,
+        source: torch.Tensor,
+    ) -> None:
+        if source.dtype != target.dtype and name is not None:
+            intake.casts.add(name)
+        if source.numel() == target.numel():
+            return
+        fact = intake.manifest.get(name) if intake.manifest is not None and name else None
+        if self._load.initial or (fact is not None and fact.broadcast):
+            if name is not None:
+                intake.broadcast.add(name)
+            return
+        raise WeightMismatchError(
+            f"{name!r} brings shape {tuple(source.shape)} for a place of shape "
+            f"{tuple(target.shape)} in {entry.names[0]!r}. Tensors are never broadcast.",
+            name=name,
+            expected=tuple(target.shape),
+            found=tuple(source.shape),
+        )
+
+    def after_write(self, watched: Watched, region: Region | None) -> None:
+        """Note when the unit of a tensor is complete."""
+        entry = self._by_watched.get(id(watched))
+        if entry is not None:
+            self._note_ready(entry)
+
+    def _note_ready(self, entry: Entry) -> None:
+        if self._load.atomic or not entry.complete:
+            return
+        for unit in entry.readers:
+            if (unit.fresh or not self._load.initial) and unit.complete and self._repeated(unit):
+                self._ready[id(unit)] = unit
+
+    def _repeated(self, unit: Unit) -> bool:
+        """Whether the names came that only repeat a value: their loaders need the twins."""
+        return all(
+            name in self._load.intake.seen for entry in unit.reads for name in entry.shared.names
+        )
+
+    def take_ready(self) -> list[Unit]:
+        """Return the units that became complete since the last call."""
+        ready, self._ready = self._ready, {}
+        return [unit for unit in ready.values() if not unit.committed]
+
+    @contextmanager
+    def rehearsal(self, trial: Intake) -> Iterator[None]:
+        """Let loaders run without any write; ``trial`` learns which names have a place.
+
+        A place that no checkpoint brought so far, and this one is going to, is waited for.
+        """
+        self._trial = trial
+        try:
+            yield
+        finally:
+            self._trial = None
+        for entry, region in self._expected:
+            brought = uncovered(entry.ledger.shape, entry.gaps or ())
+            entry.gaps = uncovered(entry.ledger.shape, [*brought, region])
+        self._expected.clear()

@@ -1,0 +1,144 @@
+"""Whether everything came that was promised, and once: asked at the end, and before a hook."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+
+import attrs
+import torch
+
+from weightload.entries import Entry, Load, missing_part
+from weightload.errors import (
+    DuplicateWeightError,
+    IncompleteLoadError,
+    WeightMismatchError,
+    name_some,
+)
+from weightload.layer import Hook, Unit
+from weightload.registry import Role
+
+__all__ = ["Completeness"]
+
+
+@attrs.frozen
+class Completeness:
+    """Reads the ledgers of one load."""
+
+    _load: Load
+
+    def missing(self) -> list[str]:
+        """Return the names of the tensors that this load promised and did not bring."""
+        return [
+            f"{entry.names[0]}{missing_part(entry)}{self._needed(entry)}"
+            for entry in self._load.entries
+            if not entry.closed and self._is_missing(entry)
+        ]
+
+    def _is_missing(self, entry: Entry) -> bool:
+        if not self._load.initial:
+            if entry.gaps is None:
+                return entry.required and not entry.ledger.complete()
+            return not entry.complete or bool(self._names_missing(entry))
+        if not (entry.required and self._load.framework.requires_all):
+            return False
+        if entry.ledger.touched or entry.shared.names:
+            return False
+        allowed = (
+            fnmatch.fnmatchcase(name, pattern)
+            for name in entry.names
+            for pattern in self._load.allow_missing
+        )
+        return math.prod(entry.ledger.shape) > 0 and not any(allowed)
+
+    def _names_missing(self, entry: Entry) -> list[str]:
+        """Return names that are needed although others brought the whole tensor."""
+        if not entry.shared.ordered:
+            return []
+        return sorted(entry.shared.names - self._load.intake.seen.keys())
+
+    def _needed(self, entry: Entry) -> str:
+        names = self._names_missing(entry)
+        return f" (without {name_some(names)})" if names else ""
+
+    def check_overlaps(self) -> None:
+        """Check that no two names filled parts of a tensor that overlap.
+
+        Raises:
+            DuplicateWeightError: they did, and did not in the load that made the model.
+        """
+        for entry in self._load.entries:
+            conflict = None if entry.shared.overlaps else entry.ledger.conflict()
+            if conflict is None:
+                continue
+            if self._load.initial:
+                entry.shared.overlaps = True
+                continue
+            one, two = conflict
+            raise DuplicateWeightError(
+                f"{one!r} and {two!r} fill parts of {entry.names[0]!r} that overlap. Send each "
+                f"part once.",
+                name=one,
+                other=two,
+                parameter=entry.names[0],
+            )
+
+    def check_unclaimed(self) -> None:
+        """Check the tensors that had a place of their own once, and share one with another now.
+
+        A framework may tie two parameters after it has loaded both with equal values. From then
+        on its loaders ignore the second name, whose values must still be those of the first.
+
+        Raises:
+            WeightMismatchError: they differ, so that the model would have to be untied.
+        """
+        manifest = self._load.intake.manifest or {}
+        for name, tensor in self._load.intake.unclaimed.items():
+            place = manifest[name].place
+            entry = next((one for one in self._load.entries if place in one.names), None)
+            live = None
+            if entry is not None:
+                module, section, key = entry.slots[0]
+                live = vars(module)[section].get(key) if entry.closed else entry.tensor
+            if (
+                live is not None
+                and live.numel() == tensor.numel()
+                and torch.equal(live.detach().flatten(), tensor.to(live).flatten())
+            ):
+                continue
+            raise WeightMismatchError(
+                f"{name!r} filled {place!r} in the load that made the model, and the model's "
+                f"loaders ignored it now. The two that were tied then differ in these weights; "
+                f"start the engine again on them.",
+                name=name,
+                place=place,
+            )
+
+    def incomplete(self, names: list[str], received: int) -> IncompleteLoadError:
+        """Make the error that says what never arrived."""
+        empty = " The source was empty or exhausted." if received == 0 else ""
+        advice = ""
+        if not self._load.initial and self._load.intake.manifest is None:
+            advice = f" {self._load.framework.advice}"
+        return IncompleteLoadError(
+            f"{len(names)} tensors never arrived whole: {name_some(names)}. {received} source "
+            f"tensors were received.{empty}{advice}",
+            missing=names[:10],
+            missing_count=len(names),
+            received=received,
+        )
+
+    def check_complete(self, unit: Unit, hook: Hook) -> None:
+        """Check that everything came that a hook is going to read, in a reload.
+
+        Raises:
+            IncompleteLoadError: something did not.
+        """
+        reads = unit.reads if hook.rule.role is Role.QUANT else hook.reads
+        names = [
+            f"{entry.names[0]}{missing_part(entry)}{self._needed(entry)}"
+            for entry in reads
+            if not entry.complete or self._names_missing(entry)
+        ]
+        if unit.staged and names:
+            raise self.incomplete(names, len(self._load.intake.seen))

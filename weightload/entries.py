@@ -1,0 +1,207 @@
+"""The tensors of one load: where loaders write, what has arrived, what memory stages them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from typing import TYPE_CHECKING
+
+import attrs
+import torch
+from torch import nn
+
+from weightload.framework import Framework
+from weightload.intake import Intake
+from weightload.ledger import Region, RegionLedger
+from weightload.observer import Watched
+from weightload.record import SharedRegions, Slot, slots_of
+from weightload.storage import TensorSpec, select
+
+if TYPE_CHECKING:
+    from weightload.layer import Unit
+
+__all__ = ["Counts", "Entry", "Load", "Staging", "join", "missing_part"]
+
+
+@attrs.define(kw_only=True, eq=False)
+class Entry:
+    """One tensor that a load fills: where loaders write, and what has arrived.
+
+    Attributes:
+        names: qualified names under which the model knows it; tied tensors have several.
+        slots: the places in the model that hold it.
+        tensor: what loaders write to, the live tensor or its twin.
+        ledger: what arrived.
+        gaps: regions that no checkpoint brings; ``None`` if nobody knows yet.
+        shared: regions that several source tensors fill.
+        required: whether a load must bring all of it when nobody knows the gaps.
+        readers: what is processed when it, and all else that is read then, is complete.
+        staging: the memory behind the twin; ``None`` if loaders write to the live tensor.
+        watched: the observer's handle.
+        closed: whether its unit was processed, so that nothing more may arrive.
+    """
+
+    names: list[str]
+    slots: list[Slot]
+    tensor: torch.Tensor
+    ledger: RegionLedger
+    gaps: list[Region] | None
+    required: bool
+    shared: SharedRegions = attrs.field(factory=SharedRegions)
+    readers: list[Unit] = attrs.field(factory=list)
+    staging: Staging | None = None
+    watched: Watched | None = None
+    closed: bool = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether everything arrived that a checkpoint brings."""
+        return self.ledger.complete(self.gaps or ())
+
+
+@attrs.define(kw_only=True, eq=False)
+class Staging:
+    """Memory for the twins of one storage, allocated when something first touches them.
+
+    Attributes:
+        storage: the storage of the twins; of zero bytes until it is allocated.
+        nbytes: size that it gets.
+        twins: the tensors that look into it.
+        seeds: twin, region and value of what no checkpoint brings.
+    """
+
+    storage: torch.UntypedStorage
+    nbytes: int
+    twins: list[torch.Tensor] = attrs.field(factory=list)
+    seeds: list[tuple[torch.Tensor, Region, torch.Tensor]] = attrs.field(factory=list)
+    allocated: bool = False
+
+    def allocate(self) -> int:
+        """Give the twins their memory and the seeds; return how many bytes were added."""
+        if self.allocated:
+            return 0
+        self.allocated = True
+        self.storage.resize_(self.nbytes)
+        with torch.no_grad():
+            for twin, region, value in self.seeds:
+                select(twin, region).copy_(value)
+        return self.nbytes
+
+    @property
+    def _ours_alone(self) -> bool:
+        """Whether nobody but the twins and this object knows the memory."""
+        holders = getattr(torch._C, "_storage_Use_Count", None)
+        if holders is None or not self.allocated:
+            return False
+        return bool(holders(self.storage._cdata) <= 1 + len(self.twins))
+
+    def release(self, keep: Collection[int] = ()) -> int:
+        """Take the memory away from the twins; return how many bytes were given back.
+
+        ``keep`` are ids of twins that have become live.
+
+        What else looks into the storage (a view that a hook kept) keeps it alive. A loader that
+        still holds a twin finds no memory, and the observer refuses a write to it.
+        """
+        if not keep and self._ours_alone:
+            # Nothing is allocated here, so that the heap is not fragmented from layer to layer.
+            self.storage.resize_(0)
+            self.allocated = False
+            return self.nbytes
+        for twin in self.twins:
+            if id(twin) not in keep:
+                twin.data = torch.empty(0, dtype=twin.dtype, device=twin.device)
+        given = self.nbytes if self.allocated else 0
+        self.allocated = False
+        return given
+
+
+@attrs.define
+class Counts:
+    """Numbers for the receipt."""
+
+    bytes_written: int = 0
+    bytes_committed: int = 0
+    tensors_in_place: int = 0
+    tensors_staged: int = 0
+    tensors_checked: int = 0
+    tensors_derived: int = 0
+    tensors_moved: int = 0
+    hooks_run: int = 0
+    staging_peak_bytes: int = 0
+
+
+@attrs.define(kw_only=True, eq=False)
+class Load:
+    """What the parts of one open session share.
+
+    Attributes:
+        framework: what the model belongs to.
+        modules: every module of the tree by qualified name.
+        intake: what has been received.
+        initial: whether this is the load that makes the model.
+        atomic: whether nothing live may be written before the end.
+        allow_missing: patterns of names that an initial load may leave out.
+        mark_dirty: to be called before a live byte is written.
+        entries: the tensors.
+        by_tensor: the entry of each tensor that loaders see, by id.
+        seeds: by id of the entry, values that a loader of the first load computed with.
+        counts: numbers for the receipt.
+    """
+
+    framework: Framework
+    modules: dict[str, nn.Module]
+    intake: Intake
+    initial: bool
+    atomic: bool
+    allow_missing: tuple[str, ...]
+    mark_dirty: Callable[[], None]
+    entries: list[Entry] = attrs.field(factory=list)
+    by_tensor: dict[int, Entry] = attrs.field(factory=dict)
+    seeds: dict[int, ConstructedPart] = attrs.field(factory=dict)
+    counts: Counts = attrs.field(factory=Counts)
+    _staged_bytes: int = 0
+
+    @property
+    def teaches(self) -> bool:
+        """Whether names and order are learned from this load, rather than checked."""
+        return self.initial or self.intake.lenient
+
+    def entries_of(self, modules: Iterable[nn.Module]) -> dict[int, Entry]:
+        """Return the entries of the tensors that ``modules`` hold themselves, by id."""
+        tensors = (tensor for module in modules for _, _, tensor in slots_of(module))
+        entries = [self.by_tensor[id(tensor)] for tensor in tensors]
+        return {id(entry): entry for entry in entries}
+
+    def grow(self, nbytes: int) -> None:
+        """Note that staging grew, or shrank, by so many bytes."""
+        self._staged_bytes += nbytes
+        self.counts.staging_peak_bytes = max(self.counts.staging_peak_bytes, self._staged_bytes)
+
+    def close(self) -> None:
+        """Let go of the model."""
+        loaded = [entry for entry in self.entries if entry.ledger.touched]
+        self.counts.tensors_staged = sum(entry.staging is not None for entry in loaded)
+        self.counts.tensors_in_place = len(loaded) - self.counts.tensors_staged
+        for collection in (self.entries, self.by_tensor, self.seeds, self.modules):
+            collection.clear()
+
+
+ConstructedPart = tuple[TensorSpec, list[tuple[Region, torch.Tensor]]]
+"""What a tensor was when a loader first computed with it, and its values from before."""
+
+
+def join(module: str, name: str) -> str:
+    """Return the qualified name of a tensor."""
+    return f"{module}.{name}" if module else name
+
+
+def missing_part(entry: Entry) -> str:
+    """Say which part of a tensor is missing, if some of it arrived."""
+    if not entry.ledger.touched:
+        return ""
+    missing = entry.ledger.missing(entry.gaps or ())
+    if not missing:
+        return ""
+    parts = ["[" + ", ".join(f"{a}:{b}" for a, b, _ in region) + "]" for region in missing[:3]]
+    more = f" and {len(missing) - 3} more parts" if len(missing) > 3 else ""
+    return " " + " ".join(parts) + more

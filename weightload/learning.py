@@ -1,0 +1,157 @@
+"""Learns from a load: what hooks did, what no checkpoint brings, what shares memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+import torch
+
+from weightload.entries import Load
+from weightload.layer import Hook, Unit
+from weightload.ledger import Region, full_region
+from weightload.observer import Watched, WriteObserver
+from weightload.record import (
+    HookRecording,
+    Slot,
+    StagedSlot,
+    make_record,
+    scope_of,
+    slots_of,
+)
+from weightload.storage import TensorSpec, new_group, select, storage_key
+
+__all__ = ["Learning"]
+
+
+class Learning:
+    """Runs hooks, records what the first run of each does, and keeps it for later loads."""
+
+    def __init__(self, load: Load) -> None:
+        self._load = load
+        self._touched: list[Slot] = []
+        self._aliases: list[list[tuple[Slot, TensorSpec]]] = []
+
+    def run_hook(self, unit: Unit, hook: Hook) -> None:
+        """Run one hook, recorded if it is the first time."""
+        self._load.grow(unit.allocate())
+        self._load.counts.hooks_run += 1
+        if not hook.first:
+            hook.run()
+            return
+        scope = scope_of(hook.module, self._load.framework.registry)
+        recording = HookRecording.start(scope, self._seeds_of, self._slot_of)
+        writes = _WrittenStorages(recording.loose)
+        observer = WriteObserver(writes)
+        for tensor in (*recording.tensors, *recording.loose.values()):
+            observer.watch(tensor)
+        try:
+            with observer:
+                hook.run()
+        except BaseException:
+            recording.undo(writes.before)
+            raise
+        self._touched += recording.finish(hook.module, hook.rule.role, writes.keys, writes.before)
+
+    def _slot_of(self, tensor: torch.Tensor) -> Slot | None:
+        entry = self._load.by_tensor.get(id(tensor))
+        return entry.slots[0] if entry is not None else None
+
+    def _seeds_of(self, slot: Slot) -> list[tuple[Region, torch.Tensor]]:
+        module, section, name = slot
+        tensor = vars(module)[section][name]
+        entry = self._load.by_tensor.get(id(tensor))
+        if entry is None or tensor.is_meta:
+            return []
+        if id(entry) in self._load.seeds:
+            return self._load.seeds[id(entry)][1]
+        if self._load.initial and not self._load.intake.seen:
+            # Without names nobody knows what a checkpoint brings; what was constructed counts.
+            number = self._load.framework.constructed.get(storage_key(tensor) or 0)
+            if number is None:
+                return []
+            filled = torch.full((), number, dtype=tensor.dtype, device=tensor.device)
+            return [(full_region(tensor.shape), filled.expand(tensor.shape))]
+        return [(region, select(tensor, region).clone()) for region in entry.ledger.missing()]
+
+    def start_learning(self) -> None:
+        """Note, after the first load and before the first hook, which tensors share storage."""
+        slots: dict[int, list[tuple[Slot, torch.Tensor]]] = {}
+        for module in self._load.modules.values():
+            for section, name, tensor in slots_of(module):
+                key = storage_key(tensor)
+                if key is not None:
+                    slots.setdefault(key, []).append(((module, section, name), tensor))
+        for shared in slots.values():
+            if len(shared) > 1:
+                group = new_group()
+                self._aliases.append(
+                    [(slot, TensorSpec.of(tensor, group)) for slot, tensor in shared]
+                )
+
+    def learn(self) -> None:
+        """Enter into the modules' records what this load taught."""
+        named = bool(self._load.intake.seen)
+        for entry in self._load.entries:
+            if entry.gaps is None and named:
+                for module, section, name in entry.slots:
+                    record = make_record(module)
+                    record.gaps[section, name] = entry.ledger.missing()
+                    if entry.shared.names or entry.shared.overlaps:
+                        record.shared[section, name] = entry.shared
+            if id(entry) in self._load.seeds:
+                spec, seeds = self._load.seeds[id(entry)]
+                for module, section, name in entry.slots:
+                    slot = StagedSlot(section=section, name=name, spec=spec, seeds=seeds)
+                    make_record(module).staged.setdefault((section, name), slot)
+                self._touched += entry.slots
+        touched = {(id(module), section, name) for module, section, name in self._touched}
+        for group in self._aliases:
+            if not any((id(m), section, name) in touched for (m, section, name), _ in group):
+                continue
+            for (module, section, name), spec in group:
+                staged = make_record(module).staged
+                known = staged.get((section, name))
+                staged[section, name] = (
+                    StagedSlot(section=section, name=name, spec=spec, seeds=[])
+                    if known is None
+                    else attrs.evolve(known, spec=attrs.evolve(known.spec, group=spec.group))
+                )
+
+
+class _WrittenStorages:
+    """Listens for in-place writes of a hook.
+
+    Attributes:
+        keys: the storages that it wrote to.
+        before: by id, what tensors that are no parameters or buffers held before.
+    """
+
+    def __init__(self, loose: Mapping[int, torch.Tensor]) -> None:
+        self.keys: dict[int, None] = {}
+        self.before: dict[int, torch.Tensor] = {}
+        self._loose = loose
+
+    def before_touch(self, storage: int) -> None:
+        """Reading is of no interest."""
+
+    def before_write(
+        self,
+        watched: Watched,
+        region: Region | None,
+        target: torch.Tensor,
+        source: torch.Tensor | None,
+    ) -> bool:
+        """Note the storage."""
+        if target.numel():
+            self.keys[watched.storage] = None
+        key = id(watched.tensor)
+        if key in self._loose and key not in self.before:
+            self.before[key] = watched.tensor.detach().clone()
+        return True
+
+    def after_write(self, watched: Watched, region: Region | None) -> None:
+        """Nothing to do."""
+
+    def before_read(self, watched: Watched, region: Region | None) -> None:
+        """Nothing to do."""
