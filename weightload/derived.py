@@ -32,7 +32,7 @@ _ATOMS = (
 )  # fmt: skip
 
 
-@attrs.define
+@attrs.define(repr=False)
 class Reconciliation:
     """Collects what is to be copied, and what cannot be, while values are walked.
 

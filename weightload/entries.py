@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["Counts", "Entry", "Load", "Staging", "join", "missing_part"]
 
 
-@attrs.define(kw_only=True, eq=False)
+@attrs.define(kw_only=True, eq=False, repr=False)
 class Entry:
     """One tensor that a load fills: where loaders write, and what has arrived.
 
@@ -58,7 +58,7 @@ class Entry:
         return self.ledger.complete(self.gaps or ())
 
 
-@attrs.define(kw_only=True, eq=False)
+@attrs.define(kw_only=True, eq=False, repr=False)
 class Staging:
     """Memory for the twins of one storage, allocated when something first touches them.
 
@@ -130,7 +130,7 @@ class Counts:
     staging_peak_bytes: int = 0
 
 
-@attrs.define(kw_only=True, eq=False)
+@attrs.define(kw_only=True, eq=False, repr=False)
 class Load:
     """What the parts of one open session share.
 

@@ -53,7 +53,7 @@ class _Place:
         return cls(name, start, stop, StorageWeakRef(tensor.untyped_storage()))
 
 
-@attrs.define(kw_only=True)
+@attrs.define(kw_only=True, repr=False)
 class Intake:
     """Counts and checks what one session receives.
 

@@ -34,7 +34,7 @@ from weightload.storage import describe_change, make_twins
 __all__ = ["Hook", "Unit", "build_units"]
 
 
-@attrs.define(kw_only=True, eq=False)
+@attrs.define(kw_only=True, eq=False, repr=False)
 class Hook:
     """One hook of one module, to be run at most once in a session.
 
@@ -79,7 +79,7 @@ class Hook:
         self.done = True
 
 
-@attrs.define(kw_only=True, eq=False)
+@attrs.define(kw_only=True, eq=False, repr=False)
 class Unit:
     """Modules that are loaded, processed and committed together.
 
@@ -257,7 +257,7 @@ class CommitCount:
 _Put = tuple[dict[Any, Any], Any, Any]
 
 
-@attrs.define(kw_only=True)
+@attrs.define(kw_only=True, repr=False)
 class _OwnerPlan:
     """What a commit does to one object."""
 

@@ -43,7 +43,7 @@ _OVERWRITES = frozenset(
 """Operations whose result does not depend on what their first argument held."""
 
 
-@attrs.define(eq=False)
+@attrs.define(eq=False, repr=False)
 class Watched:
     """One tensor that writes are watched for.
 

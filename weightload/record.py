@@ -37,7 +37,7 @@ Slot = tuple[nn.Module, str, str]
 """A place for a tensor: the module, ``"_parameters"`` or ``"_buffers"``, and the name."""
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, repr=False)
 class ObjectState:
     """The attributes of one object at one moment; plain containers with their contents."""
 
@@ -101,7 +101,7 @@ def _compare_contents(change: Change, name: str, before: Any, after: Any) -> Non
             change.entries.setdefault(name, {})[key] = value
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, repr=False)
 class Overwritten:
     """Stands for a tensor that is no parameter or buffer and that a hook wrote to in place.
 
@@ -112,14 +112,14 @@ class Overwritten:
     value: torch.Tensor
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, repr=False)
 class Alias:
     """Stands for an attribute that was, before the hook ran, the very tensor of a slot."""
 
     slot: Slot
 
 
-@attrs.define(kw_only=True)
+@attrs.define(kw_only=True, repr=False)
 class Change:
     """What a hook changed on one object, with the values from before.
 
@@ -185,7 +185,7 @@ def _without_tensor(owner: Any, name: str, value: Any) -> Any:
     return MISSING if slot and isinstance(value, torch.Tensor) else value
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, repr=False)
 class StagedSlot:
     """A tensor that a hook changes, so that loads must go through staging.
 
@@ -202,7 +202,7 @@ class StagedSlot:
     seeds: list[tuple[Region, torch.Tensor]]
 
 
-@attrs.define(kw_only=True)
+@attrs.define(kw_only=True, repr=False)
 class ModuleRecord:
     """What is known about one module; it lives on the module and is freed with it.
 
@@ -342,7 +342,7 @@ def scope_of(module: nn.Module, registry: ModuleRegistry) -> list[Any]:
     return list(found.values())
 
 
-@attrs.define(kw_only=True)
+@attrs.define(kw_only=True, repr=False)
 class HookRecording:
     """The comparison around the first run of one hook."""
 

@@ -44,7 +44,7 @@ def storage_key(tensor: Tensor) -> int | None:
         return None
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, repr=False)
 class Fingerprint:
     """Where a live tensor is, and how it looks into its storage.
 

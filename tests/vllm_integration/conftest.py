@@ -5,6 +5,7 @@ in ``cases/`` that prints nothing that matters and writes one JSON file; a test 
 at everything that came out, because to start an engine is what takes the time.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -55,10 +56,8 @@ def run_process(script, arguments, folder, *, timeout, environment=None):
         except subprocess.TimeoutExpired:
             status = None
         finally:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             process.wait()
     return Case(
         result=json.loads(out.read_text()) if out.exists() else None,

@@ -20,10 +20,7 @@ def test_worker_methods_take_the_steps_one_by_one(run_case):
     assert (case["receipt"]["session"], case["receipt"]["version"]) == (session, 7)
     assert (case["verdict"], case["back to A"]) == ("same", "same")
 
-
-def test_a_worker_says_after_an_abort_that_it_must_not_be_used(run_case):
-    """And no longer says so when a complete reload has finished."""
-    case = run_case("entry", family="llama", way="methods")
+    # After an abort it says that it must not be used, until a complete reload has finished.
     assert case["aborted"]["outcome"] == "poisoned"
     assert case["aborted"]["cause"] == "we changed our mind"
     assert case["after abort"]["version"] is None
@@ -56,6 +53,12 @@ def test_an_async_engine_is_reloaded_between_requests(run_case):
         "paused": False,
     }
     assert case["still B"] == "same"
+    assert case["source fails"] == {
+        "error": "SourceFailure",
+        "model_intact": None,
+        "paused": False,
+    }
+    assert case["still B after that"] == "same"
     assert case["no norm in a stream"] == {
         "error": "IncompleteLoadError",
         "model_intact": False,

@@ -34,6 +34,7 @@ REFUSED = {
     "source fails at the last tensor": "SourceFailure",
     "source fails in the middle, atomic": "SourceFailure",
     "source fails at the last tensor, atomic": "SourceFailure",
+    "interrupted in the source": "KeyboardInterrupt",
     "path that does not exist": "CheckpointFileError",
     "file cut short": "CheckpointFileError",
     "file cut inside its header": "CheckpointFileError",

@@ -25,12 +25,15 @@ REFUSED = {
     "rank 1 alone fails, atomic": "WeightMismatchError",
     "rank 1 alone lacks a norm": "IncompleteLoadError",
     "rank 1 alone lacks a norm, atomic": "IncompleteLoadError",
+    "a load is lost": "TimeoutError",
+    "a finish is lost": "TimeoutError",
 }
 SEEN_BEFORE_A_WRITE = {
     "source fails at the start",
     "wrong shape in a mapping",
     "path that does not exist",
     "rank 1 alone fails, atomic",
+    "a load is lost",
 }
 MIXED = {"rank 1 alone lacks a norm", "rank 1 alone lacks a norm, atomic"}
 """Rank 0 has finished by then, so neither rank may be served, whatever each holds by itself."""

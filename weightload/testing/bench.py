@@ -17,6 +17,7 @@ from weightload.testing.oracle import (
     Kept,
     ToyFramework,
     check_equal,
+    require,
     toy_framework,
 )
 
@@ -78,8 +79,8 @@ class Bench:
             AssertionError: it is not.
         """
         self._free_what_nobody_holds()
-        _require(session.state is SessionState.FINISHED, f"{session!r} is not finished")
-        _require(poison_of(self.model) is None, "the model is poisoned")
+        require(session.state is SessionState.FINISHED, f"{session!r} is not finished")
+        require(poison_of(self.model) is None, "the model is poisoned")
         if self.serves is not None:
             check_equal(self.model, self.factory, self.serves)
         self.check_structure()
@@ -95,18 +96,18 @@ class Bench:
             AssertionError: the model is not as the session says.
         """
         self._free_what_nobody_holds()
-        _require(session.state.terminal, f"{session!r} has not ended")
+        require(session.state.terminal, f"{session!r} has not ended")
         intact = session.state is not SessionState.POISONED
         receipt = session.receipt
-        _require(receipt is not None, "there is no receipt")
+        require(receipt is not None, "there is no receipt")
         if receipt is not None:
-            _require(receipt.model_intact == intact, f"{receipt} contradicts {session!r}")
-            _require(receipt.outcome == session.state.value, f"{receipt} contradicts {session!r}")
+            require(receipt.model_intact == intact, f"{receipt} contradicts {session!r}")
+            require(receipt.outcome == session.state.value, f"{receipt} contradicts {session!r}")
         if error is not None:
-            _require(error.model_intact == intact, f"{error!r} contradicts {session!r}")
+            require(error.model_intact == intact, f"{error!r} contradicts {session!r}")
         self.check_structure()
         if intact and self.serves is not None:
-            _require(poison_of(self.model) is None, "an intact model is poisoned")
+            require(poison_of(self.model) is None, "an intact model is poisoned")
             check_equal(self.model, self.factory, self.serves)
         if not intact:
             self.serves = None
@@ -121,7 +122,7 @@ class Bench:
         try:
             require_usable(self.model)
         except ModelPoisonedError as error:
-            _require(error.facts["session"] == session.id, f"{error} names another session")
+            require(error.facts["session"] == session.id, f"{error} names another session")
         else:
             raise AssertionError("a mixture is not refused")
 
@@ -148,13 +149,8 @@ class Bench:
             AssertionError: something moved, is on meta, wrapped or claimed.
         """
         self.kept.check(self.model)
-        _require(current_session() is None, "a session is current")
+        require(current_session() is None, "a session is current")
         for name, module in self.model.named_modules():
-            _require(owner_of(module) is None, f"{name!r} is still claimed")
+            require(owner_of(module) is None, f"{name!r} is still claimed")
             left = {"load_weights", "_weightload_open"} & vars(module).keys()
-            _require(not left, f"{name!r} still has {left}")
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise AssertionError(message)
+            require(not left, f"{name!r} still has {left}")

@@ -23,6 +23,7 @@ __all__ = [
     "fresh",
     "identical",
     "outputs",
+    "require",
     "toy_framework",
 ]
 
@@ -49,6 +50,12 @@ _ROLES: dict[type, Role] = {
 _METHODS = (layers.RepackMethod, layers.SharedTableMethod)
 
 
+def require(condition: bool, message: str) -> None:
+    """Raise ``AssertionError`` unless the condition holds, also under ``-O``."""
+    if not condition:
+        raise AssertionError(message)
+
+
 class ToyFault(Exception):
     """What a hook raises on demand."""
 
@@ -63,7 +70,7 @@ class ToyFramework(Framework):
     def __init__(self) -> None:
         super().__init__(registry=ModuleRegistry())
         self.calls: list[tuple[Role, nn.Module]] = []
-        self._fault: tuple[int, bool] | None = None
+        self._fault: tuple[int, str] | None = None
         for cls, role in _ROLES.items():
             self.registry.register(cls, ModuleRule(role=role, process=self._processing(role)))
         for method in _METHODS:
@@ -77,7 +84,15 @@ class ToyFramework(Framework):
             countdown: how many hooks run before it.
             half_way: let it do its work before it raises.
         """
-        self._fault = (countdown, half_way)
+        self._fault = (countdown, "half way" if half_way else "before")
+
+    def misfit_hook(self, countdown: int = 0) -> None:
+        """Let one hook give its module a parameter of another shape than a fresh load does.
+
+        Args:
+            countdown: how many hooks run before it.
+        """
+        self._fault = (countdown, "misfit")
 
     def disarm(self) -> bool:
         """Let no hook fail; return whether one was still to fail."""
@@ -87,21 +102,25 @@ class ToyFramework(Framework):
     def _processing(self, role: Role) -> Callable[[Any], None]:
         def process(module: Any) -> None:
             self.calls.append((role, module))
-            fails, half_way = self._count_down()
-            if fails and not half_way:
+            fault = self._count_down()
+            if fault == "before":
                 raise ToyFault("the hook failed before it did anything")
             _process(module)
-            if fails:
+            if fault == "half way":
                 raise ToyFault("the hook failed when it had done everything")
+            if fault == "misfit":
+                name, value = next(iter(vars(module)["_parameters"].items()), ("extra", None))
+                rows = len(value) + 1 if value is not None else 1
+                setattr(module, name, nn.Parameter(torch.zeros(rows), requires_grad=False))
 
         return process
 
-    def _count_down(self) -> tuple[bool, bool]:
+    def _count_down(self) -> str | None:
         if self._fault is None:
-            return False, False
-        countdown, half_way = self._fault
-        self._fault = (countdown - 1, half_way) if countdown else None
-        return countdown == 0, half_way
+            return None
+        countdown, kind = self._fault
+        self._fault = (countdown - 1, kind) if countdown else None
+        return kind if countdown == 0 else None
 
 
 def toy_framework() -> ToyFramework:

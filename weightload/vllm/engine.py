@@ -7,6 +7,7 @@ from collections.abc import Generator, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 
 from weightload.bucket import BucketWriter
@@ -53,14 +54,17 @@ def reload(
     engine = llm.llm_engine
     core = engine.engine_core
     steps = _steps(weights, version, commit, _Reach.of(engine.vllm_config, core))
-    outcomes: list[dict[str, Any]] | None = None
+    turn = _Turn()
     while True:
         try:
-            method, kwargs = steps.send(outcomes)  # type: ignore[arg-type]
+            method, kwargs = turn.advance(steps)
         except StopIteration as done:
             receipts: list[Receipt] = done.value
             break
-        outcomes = llm.collective_rpc(method, kwargs=kwargs)
+        try:
+            turn = _Turn(outcomes=llm.collective_rpc(method, kwargs=kwargs))
+        except BaseException as error:
+            turn = _Turn(error=error)
     if reset_caches:
         for reset in _cache_resets(llm, engine):
             reset()
@@ -90,24 +94,28 @@ async def areload(
             (``"wait"``, ``"abort"``, ``"keep"``), or ``None`` if the caller has paused it. After
             a failure that left a mixture the engine stays paused.
     """
-    steps = _steps(weights, version, commit, _Reach.of(engine.vllm_config, engine.engine_core))
+    reach = _Reach.of(engine.vllm_config, engine.engine_core)
+    steps = _steps(weights, version, commit, reach)
     mine = pause is not None and not await engine.is_paused()
     if mine:
         await engine.pause_generation(mode=pause, clear_cache=reset_caches)
     try:
-        outcomes: list[dict[str, Any]] | None = None
+        turn = _Turn()
         while True:
             try:
-                method, kwargs = steps.send(outcomes)  # type: ignore[arg-type]
+                method, kwargs = turn.advance(steps)
             except StopIteration as done:
                 receipts: list[Receipt] = done.value
                 break
-            outcomes = await engine.collective_rpc(method, kwargs=kwargs)
+            try:
+                turn = _Turn(outcomes=await engine.collective_rpc(method, kwargs=kwargs))
+            except BaseException as error:
+                turn = _Turn(error=error)
         if reset_caches:
             for reset in _cache_resets(engine, engine):
                 await reset()
-    except WeightLoadError as error:
-        if mine and error.model_intact:
+    except BaseException:
+        if mine and reach.intact:
             await engine.resume_generation()
         raise
     if mine:
@@ -115,11 +123,31 @@ async def areload(
     return receipts
 
 
+@attrs.frozen(kw_only=True)
+class _Turn:
+    """What the last call to the workers gave, to go on with."""
+
+    outcomes: list[dict[str, Any]] | None = None
+    error: BaseException | None = None
+
+    def advance(self, steps: Steps) -> tuple[Any, dict[str, Any]]:
+        """Return the next call."""
+        if self.error is not None:
+            return steps.throw(self.error)
+        return steps.send(self.outcomes)  # type: ignore[arg-type]
+
+
 class _Reach:
-    """How operations get to the workers of an engine."""
+    """How operations get to the workers of an engine.
+
+    Attributes:
+        local: whether the worker is in this process.
+        intact: whether, after a failure, all ranks have said that their model is whole.
+    """
 
     def __init__(self, *, local: bool, prefix: str | None) -> None:
         self.local = local
+        self.intact = False
         self._prefix = prefix
 
     @classmethod
@@ -188,22 +216,38 @@ def _steps(weights: Weights, version: str | int | None, commit: str, reach: _Rea
             yield from _send(weights, reach)
         finished = yield reach.call("finish")
         receipts = gather(finished)
-    except BaseException as error:
-        cause = f"{type(error).__name__}: {error}"
-        if any("value" in one for one in finished):
-            # Some ranks have the new weights and others do not; together they are a mixture.
-            yield reach.call("poison", cause=f"another rank could not finish: {cause}")
-        # A session that another caller has open on the model is not ours to end.
-        ended = yield reach.call("abort", cause=cause, sessions=mine)
-        states = yield reach.call("status")
-        if isinstance(error, WeightLoadError):
-            poisoned = [one for one in states if "value" in one and one["value"]["poison"]]
-            error.model_intact = error.model_intact and not poisoned
-        for outcome in ended:
-            if "error" in outcome:
-                error.add_note(f"weightload: abort failed: {outcome['error']['message']}")
+    except GeneratorExit:
         raise
+    except BaseException as error:
+        try:
+            yield from _give_up(error, mine, finished, reach)
+        except Exception as second:
+            error.add_note(
+                f"weightload: the ranks could not be told to abort; {type(second).__name__}: "
+                f"{second}"
+            )
+        raise error
     return [Receipt.from_plain(value) for value in receipts]
+
+
+def _give_up(
+    error: BaseException, mine: list[Any], finished: list[Any], reach: _Reach
+) -> Generator[Any, Any, None]:
+    """End what was begun on every rank, and find out whether all are intact."""
+    cause = f"{type(error).__name__}: {error}"
+    if any("value" in one for one in finished):
+        # Some ranks have the new weights and others do not; together they are a mixture.
+        yield reach.call("poison", cause=f"another rank could not finish: {cause}")
+    # A session that another caller has open on the model is not ours to end.
+    ended = yield reach.call("abort", cause=cause, sessions=mine)
+    for outcome in ended:
+        if "error" in outcome:
+            error.add_note(f"weightload: abort failed: {outcome['error']['message']}")
+    states = yield reach.call("status")
+    reach.intact = all("value" in one and not one["value"]["poison"] for one in states)
+    if isinstance(error, WeightLoadError):
+        poisoned = any("value" in one and one["value"]["poison"] for one in states)
+        error.model_intact = error.model_intact and not poisoned
 
 
 def _send(weights: Any, reach: _Reach) -> Generator[Any, Any, None]:

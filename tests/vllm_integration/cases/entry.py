@@ -91,6 +91,15 @@ async def observe(engine):
     )
 
 
+class SourceFailure(Exception):
+    """What a source raises here, and nothing else does."""
+
+
+def failing():
+    raise SourceFailure("at the start")
+    yield
+
+
 async def serve(a_path, b_path, a, b):
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -119,16 +128,18 @@ async def serve(a_path, b_path, a, b):
     async def fault(given):
         try:
             await areload(engine, given)
-        except WeightLoadError as error:
+        except Exception as error:
             return {
                 "error": type(error).__name__,
-                "model_intact": error.model_intact,
+                "model_intact": getattr(error, "model_intact", None),
                 "paused": await engine.is_paused(),
             }
 
     del weights["model.norm.weight"]
     result["no norm in a mapping"] = await fault(weights)
     result["still B"] = probe.describe_difference(b, await observe(engine))
+    result["source fails"] = await fault(failing())
+    result["still B after that"] = probe.describe_difference(b, await observe(engine))
     result["no norm in a stream"] = await fault(iter(weights.items()))
     await areload(engine, a_path)
     if await engine.is_paused():

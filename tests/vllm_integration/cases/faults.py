@@ -32,6 +32,10 @@ def failing(weights, position, act=None):
         yield pair
 
 
+def interrupt():
+    raise KeyboardInterrupt
+
+
 def cut_short(path, folder, size):
     """Copy a checkpoint and cut the end off its file."""
     shutil.copytree(path, folder)
@@ -98,6 +102,7 @@ def faults(llm, b_path, b, key, projection):
     yield "source fails at the last tensor", give(failing(b, last))
     yield "source fails in the middle, atomic", give(failing(b, middle), commit="atomic")
     yield "source fails at the last tensor, atomic", give(failing(b, last), commit="atomic")
+    yield "interrupted in the source", give(failing(b, middle, interrupt))
     yield "path that does not exist", give(b_path.parent / "nowhere")
     yield "file cut short", give(cut_short(b_path, b_path.parent / "short", 0.7))
     yield "file cut inside its header", give(cut_short(b_path, b_path.parent / "stub", 0.0001))
@@ -127,7 +132,7 @@ def run(family, folder):
         found = {"error": None, "model_intact": None, "text": ""}
         try:
             act()
-        except Exception as error:
+        except BaseException as error:
             found["error"] = type(error).__name__
             found["text"] = "\n".join([str(error), *getattr(error, "__notes__", ())])
             if isinstance(error, WeightLoadError):

@@ -52,9 +52,7 @@ def run(family, folder, extension):
             "verdict": describe_difference(want, observe(llm)),
             "changes": llm.collective_rpc("moved"),
             "receipts": [receipt.to_plain() for receipt in receipts],
-            "versions": [
-                one["value"]["version"] for one in llm.collective_rpc(f"{prefix}_status")
-            ],
+            "versions": [one["value"]["version"] for one in llm.collective_rpc(f"{prefix}_status")],
         }
 
     step("A to B from files", b_path, b)
@@ -99,17 +97,36 @@ def run(family, folder, extension):
         llm.collective_rpc("break_loaders", args=(rank, how))
         reload(llm, b_path, **options)
 
+    def with_a_call_that_fails(call, weights):
+        """Let one call to the workers raise on its way, as a time limit would."""
+        whole = llm.collective_rpc
+
+        def rpc(method, *args, **kwargs):
+            if method == f"{prefix}_{call}":
+                raise TimeoutError("the call took too long")
+            return whole(method, *args, **kwargs)
+
+        llm.collective_rpc = rpc
+        try:
+            reload(llm, weights)
+        finally:
+            llm.collective_rpc = whole
+
     fault("source fails at the start", lambda: reload(llm, failing(b_weights, 0)))
     fault("source fails in the middle", lambda: reload(llm, failing(b_weights, middle)))
     fault("wrong shape in a stream", lambda: reload(llm, iter(short.items())))
     fault("wrong shape in a mapping", lambda: reload(llm, short))
-    fault("no norm in a stream", lambda: reload(llm, (x for x in b_weights.items() if x[0] != NORM)))
+    fault(
+        "no norm in a stream", lambda: reload(llm, (x for x in b_weights.items() if x[0] != NORM))
+    )
     fault("path that does not exist", lambda: reload(llm, a_path.parent / "nowhere"))
     fault("rank 0 alone fails", lambda: on_one_rank(0, "raise"))
     fault("rank 1 alone fails", lambda: on_one_rank(1, "raise"))
     fault("rank 1 alone fails, atomic", lambda: on_one_rank(1, "raise", commit="atomic"))
     fault("rank 1 alone lacks a norm", lambda: on_one_rank(1, "lose"))
     fault("rank 1 alone lacks a norm, atomic", lambda: on_one_rank(1, "lose", commit="atomic"))
+    fault("a load is lost", lambda: with_a_call_that_fails("load_bucket", b_weights))
+    fault("a finish is lost", lambda: with_a_call_that_fails("finish", iter(b_weights.items())))
     result["files left"] = [str(file) for file in set(SHARED.glob("weightload-*")) - files]
     stop_engine(llm)
     return result
