@@ -14,7 +14,7 @@ from weightload.entries import Entry, Load, Staging, join
 from weightload.errors import StorageChangedError, UnsupportedError, name_some
 from weightload.framework import Framework
 from weightload.intake import Intake
-from weightload.layer import Hook, Unit, build_units
+from weightload.layer import Hook, Unit
 from weightload.learning import Learning
 from weightload.ledger import Region, RegionLedger, full_region
 from weightload.record import (
@@ -28,6 +28,7 @@ from weightload.record import (
 )
 from weightload.registry import Role
 from weightload.storage import Fingerprint, TensorSpec, new_group, select, storage_key
+from weightload.units import build_units
 
 __all__ = ["Board"]
 

@@ -7,31 +7,27 @@ hook changes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 import attrs
 import torch
 from torch import nn
 
-from weightload.derived import Reconciliation
+from weightload.commit import CommitCount, OwnerPlan, plan_owner
 from weightload.entries import Entry, Staging
 from weightload.errors import ProcessingError, StorageChangedError, name_some
 from weightload.record import (
-    MISSING,
-    SECTIONS,
     Change,
-    ModuleRecord,
     ObjectState,
     StagedSlot,
     make_record,
     record_of,
     slots_of,
 )
-from weightload.registry import ModuleRule, Role
-from weightload.storage import describe_change, make_twins
+from weightload.registry import ModuleRule
+from weightload.storage import make_twins
 
-__all__ = ["Hook", "Unit", "build_units"]
+__all__ = ["Hook", "Unit"]
 
 
 @attrs.define(kw_only=True, eq=False, repr=False)
@@ -107,7 +103,7 @@ class Unit:
     committed: bool = False
     _live: list[ObjectState] = attrs.field(factory=list)
     _stagings: dict[int, Staging] = attrs.field(factory=dict)
-    _plan: list[_OwnerPlan] = attrs.field(factory=list)
+    _plan: list[OwnerPlan] = attrs.field(factory=list)
 
     @property
     def name(self) -> str:
@@ -168,7 +164,7 @@ class Unit:
         problems: list[str] = []
         names = {id(module): name for name, module in self.modules.items()}
         self._plan = [
-            _plan_owner(
+            plan_owner(
                 live,
                 names.get(id(live.owner), type(live.owner).__qualname__),
                 problems,
@@ -243,170 +239,3 @@ class Unit:
             entry.closed = entry.closed or self.staged
         self._live, self._plan, self._stagings = [], [], {}
         return released
-
-
-@attrs.define
-class CommitCount:
-    """What a commit did."""
-
-    nbytes: int = 0
-    derived: int = 0
-    moved: int = 0
-
-
-_Put = tuple[dict[Any, Any], Any, Any]
-
-
-@attrs.define(kw_only=True, repr=False)
-class _OwnerPlan:
-    """What a commit does to one object."""
-
-    live: ObjectState
-    found: Reconciliation
-    slot_copies: list[tuple[torch.Tensor, torch.Tensor]]
-    puts: list[_Put]
-
-    @property
-    def changes_something(self) -> bool:
-        return bool(
-            self.puts
-            or self.found.copies
-            or self.live.differences(ObjectState.of(self.live.owner)) is not None
-        )
-
-    def attach(self) -> None:
-        self.found.apply()
-        for mapping, name, value in self.puts:
-            mapping[name] = value
-        if isinstance(self.live.owner, nn.Module):
-            _reorder(vars(self.live.owner), self.live)
-
-
-def _plan_owner(
-    live: ObjectState, owner: str, problems: list[str], *, inferred: bool
-) -> _OwnerPlan:
-    mine = vars(live.owner)
-    plan = _OwnerPlan(live=live, found=Reconciliation(), slot_copies=[], puts=[])
-    is_module = isinstance(live.owner, nn.Module)
-    for section in SECTIONS if is_module else ():
-        before, now = live.contents[section], mine[section]
-        for name in before.keys() | now.keys():
-            old, new = before.get(name), now.get(name)
-            if old is new:
-                continue
-            problem = _slot_problem(old, new)
-            if problem is not None:
-                problems.append(f"{owner}.{name}: {problem}")
-                continue
-            plan.slot_copies.append((old, new))
-            plan.puts.append((now, name, old))
-    for name, old in live.values.items():
-        new = mine.get(name, MISSING)
-        if is_module and name in (*SECTIONS, "_modules"):
-            continue
-        if new is MISSING:
-            if inferred:
-                # It was taken for the hook's, and the hook did not make it: it is the engine's.
-                plan.puts.append((mine, name, old))
-            continue
-        if name in live.contents and type(new) is type(old):
-            old = live.contents[name]
-        kept = plan.found.match(old, new, f"{owner}.{name}")
-        if kept is not new:
-            plan.puts.append((mine, name, kept))
-    return plan
-
-
-def _reorder(mine: dict[str, Any], live: ObjectState) -> None:
-    """Give parameters and buffers their old order, which name-based code may rely on."""
-    for section in SECTIONS:
-        now = mine[section]
-        order = {name: now[name] for name in live.contents[section] if name in now}
-        order.update(now)
-        now.clear()
-        now.update(order)
-
-
-def _slot_problem(old: Any, new: Any) -> str | None:
-    if new is None:
-        return "the live tensor has no counterpart"
-    if old is None:
-        return "it did not exist before"
-    if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor):
-        return f"{type(old).__name__} became {type(new).__name__}"
-    return describe_change(old, new)
-
-
-def build_units(
-    modules: Mapping[str, nn.Module],
-    hooks: Iterable[Hook],
-    also_staged: Mapping[int, list[StagedSlot]],
-) -> tuple[list[Unit], dict[int, Unit]]:
-    """Group the modules that need processing or staging into units.
-
-    Args:
-        modules: every module of the tree by qualified name, each once.
-        hooks: the hooks of all modules.
-        also_staged: by id of the module, tensors to be staged that no hook changes.
-
-    Returns:
-        The units in the order of the tree, and the unit of each module by id.
-    """
-    parent: dict[int, int] = {id(module): id(module) for module in modules.values()}
-
-    def find(key: int) -> int:
-        while parent[key] != key:
-            parent[key] = parent[parent[key]]
-            key = parent[key]
-        return key
-
-    groups: dict[int, int] = {}
-    sharing: dict[int, int] = {}
-    wanted: set[int] = set()
-    slots: dict[int, list[StagedSlot]] = {}
-    records = [record_of(module) or ModuleRecord() for module in modules.values()]
-    steps = (step for record in records for step in record.steps.values())
-    changed = {id(change.owner) for step in steps for change in step}
-    for module, record in zip(modules.values(), records, strict=True):
-        for change in (change for step in record.steps.values() for change in step):
-            if id(change.owner) in parent:
-                parent[find(id(change.owner))] = find(id(module))
-        for strategy in record.strategies:
-            # What one hook left in a strategy object, the hooks of others that share it find.
-            if id(strategy) in changed:
-                other = sharing.setdefault(id(strategy), id(module))
-                parent[find(other)] = find(id(module))
-        slots[id(module)] = [*record.staged.values(), *also_staged.get(id(module), ())]
-        for slot in slots[id(module)]:
-            wanted.add(id(module))
-            other = groups.setdefault(slot.spec.group, id(module))
-            parent[find(other)] = find(id(module))
-    by_module: dict[int, list[Hook]] = {}
-    for hook in hooks:
-        by_module.setdefault(id(hook.module), []).append(hook)
-    wanted |= by_module.keys()
-    wanted_roots = {find(key) for key in wanted}
-    roots: dict[int, Unit] = {}
-    members: dict[int, Unit] = {}
-    for name, module in modules.items():
-        root = find(id(module))
-        if root not in wanted_roots:
-            continue
-        unit = roots.setdefault(root, Unit(modules={}))
-        unit.modules[name] = module
-        members[id(module)] = unit
-        unit.hooks += by_module.get(id(module), [])
-        unit.slots += [(module, slot) for slot in slots[id(module)]]
-    for unit in roots.values():
-        known = [record_of(module) for module in unit.modules.values()]
-        unit.changes = [
-            change
-            for role in Role
-            for record in known
-            if record is not None
-            for change in record.steps.get(role, ())
-        ]
-        unit.inferred = any(record is not None and record.inferred for record in known)
-        order = list(Role)
-        unit.hooks.sort(key=lambda hook: order.index(hook.rule.role))
-    return list(roots.values()), members

@@ -11,14 +11,8 @@ from weightload.entries import Load
 from weightload.layer import Hook, Unit
 from weightload.ledger import Region, full_region
 from weightload.observer import Watched, WriteObserver
-from weightload.record import (
-    HookRecording,
-    Slot,
-    StagedSlot,
-    make_record,
-    scope_of,
-    slots_of,
-)
+from weightload.record import Slot, StagedSlot, make_record, slots_of
+from weightload.recording import HookRecording, scope_of
 from weightload.storage import TensorSpec, new_group, select, storage_key
 
 __all__ = ["Learning"]

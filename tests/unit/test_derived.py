@@ -111,7 +111,10 @@ def test_the_old_tensor_takes_the_place_and_the_value_of_the_new_one(kind):
 
 def test_nothing_is_changed_before_apply():
     """A commit that is refused must find everything as the hooks left it."""
-    old, new = {"a": [tensor(1)], "b": closure(tensor(1))}, {"a": [tensor(2)], "b": closure(tensor(2))}
+    old, new = (
+        {"a": [tensor(1)], "b": closure(tensor(1))},
+        {"a": [tensor(2)], "b": closure(tensor(2))},
+    )
     mine = new["a"][0], new["b"].__closure__[0].cell_contents
     found = Reconciliation()
     found.match(old, new, "layer")

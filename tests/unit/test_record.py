@@ -6,13 +6,12 @@ from torch import nn
 
 from weightload.record import (
     MISSING,
-    HookRecording,
     ModuleRecord,
     ObjectState,
     make_record,
     record_of,
-    scope_of,
 )
+from weightload.recording import HookRecording, scope_of
 from weightload.registry import ModuleRegistry, Role
 
 

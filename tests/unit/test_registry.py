@@ -102,9 +102,7 @@ def test_a_strategy_object_brings_its_own_rule(registry):
 
 
 def test_the_condition_of_a_strategy_rule_is_asked_of_the_module(registry):
-    registry.register(
-        Strategy, rule(when=lambda module: module.name == "packed"), strategy=True
-    )
+    registry.register(Strategy, rule(when=lambda module: module.name == "packed"), strategy=True)
     module = with_strategy(Strategy())
     module.name = "packed"
     assert len(registry.rules_for(module)) == 1

@@ -207,7 +207,7 @@ def check_equal(model: ToyModel, factory: Factory, state: State) -> None:
         raise AssertionError("the output is not a number, so that it proves nothing")
 
 
-@attrs.frozen
+@attrs.frozen(repr=False)
 class Kept:
     """Where everything is that a captured graph would know, at one moment.
 

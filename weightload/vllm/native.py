@@ -30,9 +30,9 @@ from weightload.record import (
     StagedSlot,
     make_record,
     record_of,
-    scope_of,
     slots_of,
 )
+from weightload.recording import scope_of
 from weightload.registry import Role
 from weightload.storage import TensorSpec, new_group, storage_key
 from weightload.vllm import compat

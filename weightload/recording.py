@@ -1,0 +1,188 @@
+"""The comparison around the first run of a hook, entered into the modules' records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+
+from weightload.ledger import Region
+from weightload.record import (
+    Alias,
+    Change,
+    ObjectState,
+    Overwritten,
+    Slot,
+    StagedSlot,
+    make_record,
+    slots_of,
+)
+from weightload.registry import ModuleRegistry, Role
+from weightload.storage import Fingerprint, TensorSpec
+
+__all__ = ["HookRecording", "scope_of"]
+
+
+def scope_of(module: nn.Module, registry: ModuleRegistry) -> list[Any]:
+    """Return every object that the hook of ``module`` may change.
+
+    That is the module with its submodules, and their strategy objects: what they hold under the
+    registry's strategy names, and whatever else they hold that has the hook itself, at any depth.
+    """
+    found: dict[int, Any] = {id(inner): inner for inner in module.modules()}
+    queue: list[Any] = list(found.values())
+    while queue:
+        owner = queue.pop()
+        for name, value in tuple(vars(owner).items()):
+            if id(value) in found or isinstance(value, nn.Module | torch.Tensor | type):
+                continue
+            wanted = name in registry.strategies or hasattr(type(value), registry.hook)
+            if wanted and hasattr(value, "__dict__"):
+                found[id(value)] = value
+                queue.append(value)
+    return list(found.values())
+
+
+@attrs.define(kw_only=True, repr=False)
+class HookRecording:
+    """The comparison around the first run of one hook."""
+
+    states: list[ObjectState]
+    specs: dict[tuple[int, str, str], tuple[Slot, TensorSpec, Fingerprint]]
+    seeds: dict[tuple[int, str, str], list[tuple[Region, torch.Tensor]]]
+    loose: dict[int, torch.Tensor]
+    aliases: dict[int, Alias]
+
+    @classmethod
+    def start(
+        cls,
+        scope: Iterable[Any],
+        seeds_of: Callable[[Slot], list[tuple[Region, torch.Tensor]]],
+        slot_of: Callable[[torch.Tensor], Slot | None],
+    ) -> HookRecording:
+        """Look at everything in ``scope`` before the hook runs.
+
+        Args:
+            scope: what the hook may change.
+            seeds_of: gives the values of a slot that no checkpoint brings.
+            slot_of: gives the slot, anywhere in the model, whose tensor this is.
+        """
+        specs: dict[tuple[int, str, str], tuple[Slot, TensorSpec, Fingerprint]] = {}
+        seeds: dict[tuple[int, str, str], list[tuple[Region, torch.Tensor]]] = {}
+        states = []
+        loose: dict[int, torch.Tensor] = {}
+        aliases: dict[int, Alias] = {}
+        for owner in scope:
+            states.append(ObjectState.of(owner))
+            for value in states[-1].values.values():
+                if not isinstance(value, torch.Tensor):
+                    continue
+                slot = slot_of(value)
+                if slot is not None:
+                    aliases[id(value)] = Alias(slot)
+                elif not value.is_meta:
+                    loose[id(value)] = value
+            if not isinstance(owner, nn.Module):
+                continue
+            for section, name, tensor in slots_of(owner):
+                key = (id(owner), section, name)
+                slot = (owner, section, name)
+                specs[key] = (slot, TensorSpec.of(tensor), Fingerprint.of(tensor))
+                seeds[key] = seeds_of(slot)
+        return cls(states=states, specs=specs, seeds=seeds, loose=loose, aliases=aliases)
+
+    @property
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """The tensors that the hook may write to."""
+        for (module, section, name), _, _ in self.specs.values():
+            yield vars(module)[section][name]
+
+    def undo(self, overwritten: Mapping[int, torch.Tensor]) -> None:
+        """Put everything back after a hook that failed; values that loaders bring are not undone.
+
+        Args:
+            overwritten: as for :meth:`finish`.
+        """
+        for state in self.states:
+            state.restore()
+        for slot, spec, mark in self.specs.values():
+            tensor = vars(slot[0])[slot[1]][slot[2]]
+            if mark.storage is not None and mark.difference(tensor) is not None:
+                before = torch.empty(0, dtype=spec.dtype, device=spec.device)
+                tensor.data = before.set_(mark.storage, spec.offset, spec.shape, spec.stride)
+        for key, value in overwritten.items():
+            self.loose[key].detach().copy_(value)
+        for (module, section, name), _, _ in self.specs.values():
+            for region, value in self.seeds[id(module), section, name]:
+                target = vars(module)[section][name].detach()
+                target[tuple(slice(*span) for span in region)].copy_(value)
+
+    def finish(
+        self,
+        module: nn.Module,
+        role: Role,
+        written: Mapping[int, object],
+        overwritten: Mapping[int, torch.Tensor],
+    ) -> list[Slot]:
+        """Enter into the modules' records what the hook did.
+
+        Args:
+            module: the module whose hook it was.
+            role: the role it was run in.
+            written: keys of the storages that the hook wrote to in place.
+            overwritten: by id of a loose tensor that the hook wrote to, its value from before.
+
+        Returns:
+            The slots that it changed, in checkpoint format as the records now say.
+        """
+        special: dict[int, Alias | Overwritten] = dict(self.aliases)
+        special.update((key, Overwritten(value)) for key, value in overwritten.items())
+        changes = [self._change_of(state, special) for state in self.states]
+        record = make_record(module)
+        record.steps[role] = [change.without_tensors() for change in changes if change is not None]
+        record.strategies = self._strategies_of(module)
+        touched: list[Slot] = []
+        for key, (slot, spec, mark) in self.specs.items():
+            owner, section, name = slot
+            now = vars(owner)[section].get(name)
+            held = mark.storage._cdata if mark.storage is not None else None
+            same = now is not None and mark.difference(now) is None
+            if same and now is self._before(slot) and held not in written:
+                continue
+            touched.append(slot)
+            make_record(owner).staged.setdefault(
+                (section, name),
+                StagedSlot(section=section, name=name, spec=spec, seeds=self.seeds[key]),
+            )
+        return touched
+
+    def _strategies_of(self, module: nn.Module) -> list[Any]:
+        """Return the strategy objects in scope that are the module's own, not its children's."""
+        rest = {
+            id(state.owner): state.owner
+            for state in self.states
+            if not isinstance(state.owner, nn.Module)
+        }
+        found: list[Any] = [module]
+        for owner in found:
+            found += [rest.pop(id(v)) for v in tuple(vars(owner).values()) if id(v) in rest]
+        return found[1:]
+
+    @staticmethod
+    def _change_of(state: ObjectState, special: Mapping[int, Alias | Overwritten]) -> Change | None:
+        change = state.differences(ObjectState.of(state.owner)) or Change(owner=state.owner)
+        for name, value in state.values.items():
+            if id(value) in special:
+                change.attributes[name] = special[id(value)]
+        return change if change.attributes or change.entries or change.contents else None
+
+    def _before(self, slot: Slot) -> torch.Tensor | None:
+        owner, section, name = slot
+        for state in self.states:
+            if state.owner is owner:
+                before: torch.Tensor | None = state.contents[section].get(name)
+                return before
+        return None
