@@ -19,3 +19,45 @@ def test_every_link_of_the_documentation_leads_somewhere():
     for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def rows_of_the_house():
+    """Return the row of each room, as the page about the rooms has it."""
+    import re
+
+    page = (ROOT / "docs/explanation/house.md").read_text()
+    return {
+        room: int(row)
+        for row, rooms in re.findall(r"^\| (\d+) \| (.+) \|$", page, re.MULTILINE)
+        for room in re.findall(r"`(\w+)`", rooms)
+    }
+
+
+def test_every_room_stands_in_the_table():
+    """A module that is added needs a row, and a row needs a module."""
+    files = {path.stem for path in (ROOT / "weightload").glob("*.py")} - {"__init__", "cli"}
+    assert rows_of_the_house().keys() == files
+
+
+def test_every_room_imports_only_from_rows_above_its_own():
+    """An import that points down or sideways would tie two rooms into a knot."""
+    import ast
+
+    rows = rows_of_the_house()
+    for room, row in rows.items():
+        tree = ast.parse((ROOT / "weightload" / f"{room}.py").read_text())
+        lazy = {
+            id(inner)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+            for inner in ast.walk(node)
+        }
+        for node in ast.walk(tree):
+            if id(node) in lazy or not isinstance(node, ast.ImportFrom):
+                continue
+            names = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
+            for name in names:
+                package, _, rest = name.partition(".")
+                other = rest.partition(".")[0]
+                if package == "weightload" and other in rows:
+                    assert rows[other] < row, f"{room} imports {other}"
