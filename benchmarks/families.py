@@ -25,20 +25,24 @@ ORIGINS = ("loaded by weightload", "loaded by vLLM")
 def run_case(script: str, family: str, timeout: float = 240.0) -> dict | str:
     """Return what a case wrote, or how it ended instead."""
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "result.json"
+        out, log = Path(folder) / "result.json", Path(folder) / "log.txt"
         arguments = json.dumps({"family": family, "folder": folder})
         try:
-            ended = subprocess.run(
-                [sys.executable, str(CASES / f"{script}.py"), arguments, str(out)],
-                env={"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "CRITICAL", **os.environ},
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                timeout=timeout,
-                check=False,
-            )
+            with log.open("w") as stream:
+                ended = subprocess.run(
+                    [sys.executable, str(CASES / f"{script}.py"), arguments, str(out)],
+                    env={"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "CRITICAL", **os.environ},
+                    stdout=stream,
+                    stderr=subprocess.STDOUT,
+                    timeout=timeout,
+                    check=False,
+                )
         except subprocess.TimeoutExpired:
             return "hangs"
-        return json.loads(out.read_text()) if out.exists() else f"exit status {ended.returncode}"
+        if out.exists():
+            return json.loads(out.read_text())
+        print(log.read_text()[-4000:], file=sys.stderr)
+        return f"exit status {ended.returncode}"
 
 
 def short(verdict: str) -> str:
