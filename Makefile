@@ -38,7 +38,7 @@ demo: .venv/.ready  ## show what a reload does to a live engine, without weightl
 
 # One thread for each process: several that spin on the same cores are slower than one.
 test: .venv/.ready  ## run every test
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 test-core: .venv-core/.ready  ## run the core's tests where there is no vLLM to lean on
 	@for name in vllm transformers safetensors; do \

@@ -104,16 +104,17 @@ class Arrivals:
             self._load.mark_dirty()
         self._load.counts.bytes_written += target.numel() * target.element_size()
         if region is None:
-            if first and name is not None and not self.observer.shares(watched):
+            if first and not self.observer.shares(watched):
                 # Nobody can say which part it fills: every name that does so is needed.
-                entry.shared.ordered = True
-                entry.shared.names.add(name)
+                self._need_all(entry, name)
             return True
+        if first and name is None and entry.ledger.has(region):
+            self._need_all(entry, None)
         other = entry.ledger.enter(region, name)
         if other is not None and first:
             entry.shared.winner[region] = name
             entry.shared.names |= {one for one in (name, other) if one is not None}
-        elif other is not None and not {name, other} <= entry.shared.names:
+        elif other is not None and not self._may_follow(entry, name, other):
             if source is not None and torch.equal(target, source.to(target)):
                 return False
             raise DuplicateWeightError(
@@ -124,6 +125,22 @@ class Arrivals:
                 parameter=entry.names[0],
             )
         return True
+
+    def _need_all(self, entry: Entry, *names: str | None) -> None:
+        """Note that all names are needed, in the order in which they come.
+
+        Where nobody knows to which name a write belongs, because a model collected its source
+        first, all names of this load are.
+        """
+        entry.shared.ordered = True
+        known = [name for name in names if name is not None]
+        entry.shared.names |= set(known if len(known) == len(names) else self._load.intake.batch)
+
+    def _may_follow(self, entry: Entry, name: str | None, other: str) -> bool:
+        """Whether one name may fill what another has filled, as at the first load."""
+        if name is None:
+            return entry.shared.ordered
+        return {name, other} <= entry.shared.names
 
     def _keep_defaults(self, entry: Entry, region: Region) -> None:
         """Keep what a part holds that no checkpoint brought so far, before one brings it.
@@ -160,10 +177,9 @@ class Arrivals:
                 TensorSpec.of(entry.tensor),
                 [(rest, select(entry.tensor, rest).clone()) for rest in entry.ledger.missing()],
             )
-        others = {one for one in entry.ledger.writers(region) if one is not None} - {name}
-        if name is not None and others:
-            entry.shared.ordered = True
-            entry.shared.names |= {name, *others}
+        others = set(entry.ledger.writers(region)) - ({name} if name is not None else set())
+        if others:
+            self._need_all(entry, name, *others)
 
     def _refuse_unknown_value(self, entry: Entry, region: Region) -> None:
         if self._load.initial:

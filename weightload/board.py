@@ -75,6 +75,7 @@ class Board:
         self.learning = Learning(self._load)
         self._members: dict[int, Unit] = {}
         self._marks: list[tuple[str, Slot, Fingerprint]] = []
+        self._stale_keys: dict[int, list[int]] = {}
 
     # ------------------------------------------------------------------ opening
 
@@ -114,6 +115,10 @@ class Board:
         for unit in self.units:
             if unit.staged:
                 unit.point_aliases()
+        for name, (module, section, key), mark in self._marks:
+            if (id(module), section, key) in placed and mark.storage is not None and mark.nbytes:
+                self._load.stale[mark.storage._cdata] = name
+                self._stale_keys.setdefault(id(module), []).append(mark.storage._cdata)
         self._watch(placed)
 
     def _refuse_unrecorded(self) -> None:
@@ -256,6 +261,9 @@ class Board:
         """End the staging of a committed ``unit`` and close its tensors to further writes."""
         entries = [entry for entry in unit.entries if entry.staging is not None]
         self._load.grow(-unit.release())
+        for module in unit.modules.values():
+            for key in self._stale_keys.pop(id(module), ()):
+                self._load.stale.pop(key, None)
         for entry in entries:
             self.arrivals.end(entry)
 
@@ -295,6 +303,9 @@ class Board:
             if entry.staging is None and id(entry) in self._load.seeds:
                 for region, value in self._load.seeds[id(entry)][1]:
                     select(entry.tensor, region).copy_(value)
+            elif entry.touched:
+                for module, section, name in entry.slots:
+                    make_record(module).tainted.add((section, name))
 
     def counts(self) -> dict[str, int]:
         """Return the numbers for the receipt."""

@@ -16,6 +16,7 @@ from weightload.errors import (
     name_some,
 )
 from weightload.layer import Hook, Unit
+from weightload.record import make_record
 from weightload.registry import Role
 
 __all__ = ["Completeness"]
@@ -40,9 +41,11 @@ class Completeness:
             if entry.gaps is None:
                 return entry.required and not entry.ledger.complete()
             return not entry.complete or bool(self._names_missing(entry))
-        if not (entry.required and self._load.framework.requires_all):
+        if entry.touched:
             return False
-        if entry.ledger.touched or entry.shared.names:
+        if any((section, name) in make_record(m).tainted for m, section, name in entry.slots):
+            return True
+        if not (entry.required and self._load.framework.requires_all):
             return False
         allowed = (
             fnmatch.fnmatchcase(name, pattern)

@@ -53,6 +53,11 @@ class Entry:
     closed: bool = False
 
     @property
+    def touched(self) -> bool:
+        """Whether anything arrived, in a known place or not."""
+        return self.ledger.touched or bool(self.shared.names)
+
+    @property
     def complete(self) -> bool:
         """Whether everything arrived that a checkpoint brings."""
         return self.ledger.complete(self.gaps or ())
@@ -145,6 +150,7 @@ class Load:
         entries: the tensors.
         by_tensor: the entry of each tensor that loaders see, by id.
         seeds: by id of the entry, values that a loader of the first load computed with.
+        stale: names of live tensors that are staged and not committed, by storage key.
         counts: numbers for the receipt.
     """
 
@@ -158,6 +164,7 @@ class Load:
     entries: list[Entry] = attrs.field(factory=list)
     by_tensor: dict[int, Entry] = attrs.field(factory=dict)
     seeds: dict[int, ConstructedPart] = attrs.field(factory=dict)
+    stale: dict[int, str] = attrs.field(factory=dict)
     counts: Counts = attrs.field(factory=Counts)
     _staged_bytes: int = 0
 
@@ -182,7 +189,13 @@ class Load:
         loaded = [entry for entry in self.entries if entry.ledger.touched]
         self.counts.tensors_staged = sum(entry.staging is not None for entry in loaded)
         self.counts.tensors_in_place = len(loaded) - self.counts.tensors_staged
-        for collection in (self.entries, self.by_tensor, self.seeds, self.modules):
+        for collection in (
+            self.entries,
+            self.by_tensor,
+            self.seeds,
+            self.stale,
+            self.modules,
+        ):
             collection.clear()
 
 

@@ -225,6 +225,11 @@ class Intake:
                 names=lost[:10],
             )
 
+    @property
+    def batch(self) -> list[str]:
+        """The names that came in the load that is going on."""
+        return list(self._batch)
+
     def facts(self) -> dict[str, SourceFact]:
         """Return what is to be known about the names next time."""
         return {

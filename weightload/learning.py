@@ -10,7 +10,7 @@ import torch
 from weightload.entries import Load
 from weightload.layer import Hook, Unit
 from weightload.ledger import Region, full_region
-from weightload.observer import Watched, WriteObserver
+from weightload.observer import StaleReads, Watched, WriteObserver
 from weightload.record import Slot, StagedSlot, make_record, slots_of
 from weightload.recording import HookRecording, scope_of
 from weightload.storage import TensorSpec, new_group, select, storage_key
@@ -31,7 +31,8 @@ class Learning:
         self._load.grow(unit.allocate())
         self._load.counts.hooks_run += 1
         if not hook.first:
-            hook.run()
+            with StaleReads(self._load.stale):
+                hook.run()
             return
         scope = scope_of(hook.module, self._load.framework.registry)
         recording = HookRecording.start(scope, self._seeds_of, self._slot_of)
@@ -87,6 +88,8 @@ class Learning:
         """Enter into the modules' records what this load taught."""
         named = bool(self._load.intake.seen)
         for entry in self._load.entries:
+            for module, section, name in entry.slots:
+                make_record(module).tainted.discard((section, name))
             if entry.gaps is None and named:
                 for module, section, name in entry.slots:
                     record = make_record(module)

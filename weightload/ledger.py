@@ -180,6 +180,10 @@ class RegionLedger:
         self._volume += volume(region)
         return None
 
+    def has(self, region: Region) -> bool:
+        """Whether exactly this region was filled."""
+        return region in self._written
+
     def writer(self, region: Region) -> str | None:
         """Return the source that filled exactly this region, if one did."""
         return self._written.get(region)

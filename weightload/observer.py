@@ -8,7 +8,7 @@ listener before the write, and tells it after.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import attrs
@@ -19,7 +19,7 @@ from weightload.errors import UnsupportedError
 from weightload.ledger import Region, full_region, locate
 from weightload.storage import storage_key
 
-__all__ = ["Watched", "WriteListener", "WriteObserver"]
+__all__ = ["StaleReads", "Watched", "WriteListener", "WriteObserver"]
 
 _aten = torch.ops.aten
 _PARTIAL_WRITES = frozenset(
@@ -182,6 +182,37 @@ class WriteObserver(TorchDispatchMode):
                 continue
             for watched in self._by_storage.get(storage_key(tensor) or 0, ()):
                 self._listener.before_read(watched, watched.region_of(tensor))
+
+
+class StaleReads(TorchDispatchMode):
+    """Refuses operations on live tensors that still hold the old weights.
+
+    A hook finds what it needs through its module and what is tracked with it, where the new
+    weights are staged. If it knows a live tensor through something else, it would compute with
+    the old ones.
+
+    Args:
+        stale: the name of each live tensor that is staged and not committed, by storage key.
+    """
+
+    def __init__(self, stale: Mapping[int, str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._stale = stale
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run one operation, unless it has to do with a stale tensor."""
+        for tensor in _tensors(args, kwargs or {}):
+            name = self._stale.get(storage_key(tensor) or 0)
+            if name is not None:
+                raise UnsupportedError(
+                    f"the live tensor {name!r} was reached through an object that is not tracked, "
+                    f"while its new weights are staged. Name the attribute that holds that object "
+                    f"in the registry's strategies",
+                    parameter=name,
+                )
+        return func(*args, **(kwargs or {}))
 
 
 def _region(

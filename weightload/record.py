@@ -212,6 +212,8 @@ class ModuleRecord:
         staged: the tensors that a hook changed, by section and name.
         gaps: for each tensor, the regions that the load which made the model did not bring.
         shared: for each tensor, the regions that several source tensors fill.
+        tainted: the tensors that a first load filled before it failed, so that nobody knows what
+            they were constructed with.
         keepalive: what the last hook made and an opaque object may point at.
         manifest: on the root of a model: the source names of the load that made it.
         framework: on the root of a model: the framework that loads it.
@@ -224,6 +226,7 @@ class ModuleRecord:
     staged: dict[tuple[str, str], StagedSlot] = attrs.field(factory=dict)
     gaps: dict[tuple[str, str], list[Region]] = attrs.field(factory=dict)
     shared: dict[tuple[str, str], SharedRegions] = attrs.field(factory=dict)
+    tainted: set[tuple[str, str]] = attrs.field(factory=set)
     keepalive: list[torch.Tensor] = attrs.field(factory=list)
     manifest: dict[str, SourceFact] | None = None
     framework: Any = None

@@ -71,6 +71,7 @@ class WeightLoadSession:
         model: the root module.
         state: what has happened so far.
         receipt: what was done; ``None`` until the session has ended.
+        opener: whom it was opened for; free for callers that open sessions for others.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class WeightLoadSession:
         self.version = version
         self._gate = Gate(self.id)
         self.receipt: Receipt | None = None
+        self.opener: str | None = None
         self._commit: Commit = commit
         self._allow_missing = tuple(allow_missing)
         self._framework = framework

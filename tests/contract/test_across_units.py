@@ -4,7 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from weightload import Framework, ModuleRegistry, ModuleRule, Role, WeightLoadSession
+from weightload import (
+    Framework,
+    ModuleRegistry,
+    ModuleRule,
+    ProcessingError,
+    Role,
+    WeightLoadSession,
+)
 from weightload.storage import Fingerprint
 from weightload.testing.layers import WIDTH, parameter
 
@@ -95,3 +102,60 @@ def test_a_borrowed_parameter_is_read_before_its_staging_ends(commit, order):
         assert torch.equal(model(x), loaded(seed)(x))
         assert model.blocks[0].attention.kernel.sinks is model.blocks[0].sinks
         assert before.difference(model.blocks[0].sinks) is None
+
+
+class Hidden:
+    """Holds a parameter, and nothing says that it does."""
+
+    def __init__(self, sinks):
+        self.sinks = sinks
+
+
+class Blind(nn.Module):
+    """Its hook reads a parameter through an object that nobody tracks."""
+
+    def __init__(self):
+        super().__init__()
+        self.sinks = parameter(WIDTH)
+        self.hidden = Hidden(self.sinks)
+
+    def process_weights_after_loading(self):
+        self.total = self.hidden.sinks.detach().sum()
+
+    def forward(self, x):
+        return x * self.total + self.sinks
+
+
+def blind(seed, *, strategies=()):
+    registry = ModuleRegistry(strategies=strategies)
+    rule = ModuleRule(
+        role=Role.QUANT, process=lambda module: module.process_weights_after_loading()
+    )
+    registry.register(Blind, rule)
+    model = Blind()
+    with WeightLoadSession(model, framework=Framework(registry)) as session:
+        session.load({"sinks": torch.full((WIDTH,), float(seed))})
+    return model
+
+
+def test_a_hook_that_would_read_old_weights_is_refused():
+    """Nothing live has been written when it is found out, and the tensor is named."""
+    x = torch.linspace(-1.0, 1.0, WIDTH)
+    model = blind(1)
+    with pytest.raises(ProcessingError, match="'sinks' was reached") as caught:
+        with WeightLoadSession(model, commit="atomic") as session:
+            session.load({"sinks": torch.full((WIDTH,), 2.0)})
+    assert caught.value.model_intact
+    assert torch.equal(model(x), blind(1)(x))
+    with WeightLoadSession(model, commit="stream") as session:
+        session.load({"sinks": torch.full((WIDTH,), 2.0)})
+    assert torch.equal(model(x), blind(2)(x))
+
+
+def test_a_hook_whose_helper_is_named_reads_the_new_weights():
+    """What the message advises helps."""
+    x = torch.linspace(-1.0, 1.0, WIDTH)
+    model = blind(1, strategies=("hidden",))
+    with WeightLoadSession(model, commit="atomic") as session:
+        session.load({"sinks": torch.full((WIDTH,), 2.0)})
+    assert torch.equal(model(x), blind(2)(x))

@@ -326,9 +326,7 @@ def exhausted():
 
 
 @pytest.mark.parametrize("nothing", [list, dict, exhausted], ids=["list", "mapping", "exhausted"])
-def test_an_empty_source_does_not_leave_the_old_weights_in_place_silently(
-    bench, commit, nothing
-):
+def test_an_empty_source_does_not_leave_the_old_weights_in_place_silently(bench, commit, nothing):
     """An exhausted iterator is a caller's mistake, and finish says so."""
 
     def act(session):

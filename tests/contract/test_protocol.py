@@ -58,9 +58,7 @@ CALLS = {
     "finish": lambda session: session.finish(),
     "abort": lambda session: session.abort(),
     "process_quant": lambda session: session.process_quant(session.model),
-    "finalize_attention_runtime": lambda session: session.finalize_attention_runtime(
-        session.model
-    ),
+    "finalize_attention_runtime": lambda session: session.finalize_attention_runtime(session.model),
 }
 
 

@@ -17,6 +17,7 @@ from weightload.testing.oracle import (
     Kept,
     ToyFramework,
     check_equal,
+    outputs,
     require,
     toy_framework,
 )
@@ -83,6 +84,7 @@ class Bench:
         require(poison_of(self.model) is None, "the model is poisoned")
         if self.serves is not None:
             check_equal(self.model, self.factory, self.serves)
+        require(not outputs(self.model).isnan().any(), "NaN equals NaN and proves nothing")
         self.check_structure()
 
     def check_ended(self, session: WeightLoadSession, error: WeightLoadError | None = None) -> None:

@@ -594,11 +594,12 @@ class SessionMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Abort what is open; then a complete load makes every model right."""
         self.framework.disarm()
-        if not self.open:
-            self.everything_is_where_it_was()
         for name in [name for name, opened in self.open.items() if opened.session.state.open]:
             self.open[name].session.abort()
             self._has_ended(name)
+        if self.open:
+            return  # a rule has failed, and its error says more than what follows from it
+        self.everything_is_where_it_was()
         for name in sorted(self.models):
             with WeightLoadSession(self.models[name]) as session:
                 session.load(self.states[name, 2])

@@ -203,8 +203,6 @@ def check_equal(model: ToyModel, factory: Factory, state: State) -> None:
                 raise AssertionError(f"{name} is {mine[name]}, but fresh {theirs[name]}")
     if not identical(outputs(model), outputs(want)):
         raise AssertionError(f"output is {outputs(model)}, but fresh {outputs(want)}")
-    if outputs(model).isnan().any():
-        raise AssertionError("the output is not a number, so that it proves nothing")
 
 
 @attrs.frozen(repr=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Generator, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -201,12 +202,11 @@ def _prefix_of(qualified: str) -> str | None:
 def _steps(weights: Weights, version: str | int | None, commit: str, reach: _Reach) -> Steps:
     """Yield the calls of one reload and take the outcomes of all ranks for each."""
     gather((yield reach.call("status")))
-    mine: list[list[Any]] = []
+    # A session that another caller has open on the model is not ours to end.
+    opener = uuid.uuid4().hex
     finished: list[dict[str, Any]] = []
     try:
-        begun = yield reach.call("start", version=version, commit=commit)
-        mine = [[one["rank"], one["value"]["session"]] for one in begun if "value" in one]
-        gather(begun)
+        gather((yield reach.call("start", version=version, commit=commit, opener=opener)))
         if weights is None or isinstance(weights, str | Path):
             path = None if weights is None else str(weights)
             gather((yield reach.call("load_path", path=path)))
@@ -220,7 +220,7 @@ def _steps(weights: Weights, version: str | int | None, commit: str, reach: _Rea
         raise
     except BaseException as error:
         try:
-            yield from _give_up(error, mine, finished, reach)
+            yield from _give_up(error, opener, finished, reach)
         except Exception as second:
             error.add_note(
                 f"weightload: the ranks could not be told to abort; {type(second).__name__}: "
@@ -231,15 +231,14 @@ def _steps(weights: Weights, version: str | int | None, commit: str, reach: _Rea
 
 
 def _give_up(
-    error: BaseException, mine: list[Any], finished: list[Any], reach: _Reach
+    error: BaseException, opener: str, finished: list[Any], reach: _Reach
 ) -> Generator[Any, Any, None]:
     """End what was begun on every rank, and find out whether all are intact."""
     cause = f"{type(error).__name__}: {error}"
     if any("value" in one for one in finished):
         # Some ranks have the new weights and others do not; together they are a mixture.
         yield reach.call("poison", cause=f"another rank could not finish: {cause}")
-    # A session that another caller has open on the model is not ours to end.
-    ended = yield reach.call("abort", cause=cause, sessions=mine)
+    ended = yield reach.call("abort", cause=cause, opener=opener)
     for outcome in ended:
         if "error" in outcome:
             error.add_note(f"weightload: abort failed: {outcome['error']['message']}")

@@ -56,7 +56,12 @@ def gather(outcomes: Iterable[Outcome]) -> list[Any]:
     raise error
 
 
-def _start(worker: Any, version: str | int | None = None, commit: Any = "stream") -> Any:
+def _start(
+    worker: Any,
+    version: str | int | None = None,
+    commit: Any = "stream",
+    opener: str | None = None,
+) -> Any:
     model = worker.get_model()
     _refuse_while_asleep(worker)
     framework = None
@@ -64,7 +69,8 @@ def _start(worker: Any, version: str | int | None = None, commit: Any = "stream"
         framework = VllmFramework(
             worker.vllm_config, worker.model_config, worker.device, native=True
         )
-    start_reload(model, framework=framework, version=version, commit=commit)
+    session = start_reload(model, framework=framework, version=version, commit=commit)
+    session.opener = opener
     return _status(worker)
 
 
@@ -119,13 +125,11 @@ def _finish(worker: Any) -> Any:
     return {**receipt, "rank": worker.rank}
 
 
-def _abort(
-    worker: Any, cause: str = "aborted by the caller", sessions: Iterable[Any] | None = None
-) -> Any:
-    """Abort the open session, or only if ``[rank, id]`` of it is among ``sessions``."""
+def _abort(worker: Any, cause: str = "aborted by the caller", opener: str | None = None) -> Any:
+    """Abort the open session, or only if it was opened for ``opener``."""
     model = worker.get_model()
     session = open_session(model)
-    if session is None or (sessions is not None and [worker.rank, session.id] not in sessions):
+    if session is None or opener not in (None, session.opener):
         return None
     return {**abort_reload(model, cause).to_plain(), "rank": worker.rank}
 
