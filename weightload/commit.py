@@ -24,6 +24,8 @@ class CommitCount:
     moved: int = 0
 
 
+_STRUCTURE = frozenset((*SECTIONS, "_modules"))
+"""Attributes of a module that are no values of their own."""
 _Put = tuple[dict[Any, Any], Any, Any]
 
 
@@ -88,7 +90,9 @@ def plan_owner(live: ObjectState, owner: str, problems: list[str], *, inferred: 
             plan.puts.append((now, name, old))
     for name, old in live.values.items():
         new = mine.get(name, MISSING)
-        if is_module and name in (*SECTIONS, "_modules"):
+        if is_module and name in _STRUCTURE:
+            continue
+        if new is old and name not in live.contents:
             continue
         if new is MISSING:
             if inferred:

@@ -214,6 +214,8 @@ class RegionLedger:
 
     def missing(self, not_expected: Sequence[Region] = ()) -> list[Region]:
         """Return the regions that have not arrived, as disjoint regions."""
+        if full_region(self.shape) in self._written:
+            return []
         return uncovered(self.shape, [*self._written, *not_expected])
 
     def conflict(self) -> tuple[str | None, str | None] | None:
