@@ -23,6 +23,7 @@ from weightload.record import (
     Slot,
     StagedSlot,
     made_by_hooks,
+    make_record,
     record_of,
     slots_of,
 )

@@ -105,6 +105,8 @@ class Bench:
         if receipt is not None:
             require(receipt.model_intact == intact, f"{receipt} contradicts {session!r}")
             require(receipt.outcome == session.state.value, f"{receipt} contradicts {session!r}")
+        notes = getattr(error, "__notes__", ())
+        require(not any("cleaning up raised" in note for note in notes), f"{notes}")
         if error is not None:
             require(error.model_intact == intact, f"{error!r} contradicts {session!r}")
         self.check_structure()

@@ -56,10 +56,17 @@ SENTINEL = -7.0
 Tensor = torch.Tensor
 
 
-def parameter(*shape: int, fill: float | None = None, dtype: torch.dtype | None = None) -> Any:
+def parameter(
+    *shape: int, fill: float | None = None, dtype: torch.dtype | None = None
+) -> nn.Parameter:
     """Make a parameter without gradients; NaN where nothing says what is in it."""
     value = float("nan") if fill is None else fill
     return nn.Parameter(torch.full(shape, value, dtype=dtype), requires_grad=False)
+
+
+def set_loader(place: nn.Parameter, loader: Callable[..., None]) -> None:
+    """Give a parameter its loader, the way frameworks do."""
+    place.weight_loader = loader  # type: ignore[attr-defined]
 
 
 def pack(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -177,7 +184,7 @@ class FusedLinear(nn.Module):
         self.weight = parameter(shards * WIDTH, WIDTH)
         self.bias = parameter(shards * WIDTH)
         for place in (self.weight, self.bias):
-            place.weight_loader = self.load_shard
+            set_loader(place, self.load_shard)
 
     def load_shard(self, place: Tensor, tensor: Tensor, shard: int) -> None:
         """Fill the rows of one projection."""
@@ -204,7 +211,7 @@ class PaddedLinear(nn.Module):
         self.packed = packed
         self.weight = parameter(WIDTH, WIDTH)
         self.weight.data[WIDTH - 2 :] = SENTINEL
-        self.weight.weight_loader = self.load_rows
+        set_loader(self.weight, self.load_rows)
 
     def load_rows(self, place: Tensor, tensor: Tensor) -> None:
         """Fill all rows but the padding."""
@@ -246,6 +253,9 @@ class DefaultScaleLinear(nn.Module):
 
 class LatentAttention(nn.Module):
     """Its hook makes tensors from a projection inside it, which must be packed by then."""
+
+    up_keys: Tensor
+    up_values: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -306,7 +316,8 @@ class KernelLinear(nn.Module):
             return x
         first, (second,) = self.kernel["scales"]
         x = self.kernel["scaled"](self.kernel["add_offset"](x))
-        return x * first + second + self.kernel["config"].shift
+        result: Tensor = x * first + second + self.kernel["config"].shift
+        return result
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that a captured graph would know."""
@@ -378,7 +389,7 @@ class ComposedLoaderLinear(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = parameter(WIDTH, WIDTH)
-        self.weight.weight_loader = self.load_negated
+        set_loader(self.weight, self.load_negated)
 
     def load_negated(self, place: Tensor, tensor: Tensor) -> None:
         """Write twice: the value, then its negative exponential."""
@@ -405,8 +416,8 @@ class ScaledLinear(nn.Module):
         self.weight = parameter(WIDTH, WIDTH)
         self.checked = parameter(2, fill=1.0)
         self.largest = parameter(1, fill=0.0)
-        self.checked.weight_loader = self.load_checked
-        self.largest.weight_loader = self.load_largest
+        set_loader(self.checked, self.load_checked)
+        set_loader(self.largest, self.load_largest)
 
     def load_checked(self, place: Tensor, tensor: Tensor, shard: int) -> None:
         """Fill one scale, which may not have been filled with another value before."""
@@ -452,10 +463,10 @@ class InterleavedLinear(nn.Module):
     def __init__(self, *, packed: bool = False) -> None:
         super().__init__()
         self.packed = packed
-        self.weight: Any = ShardParameter(
+        self.weight = ShardParameter(
             torch.full((2 * WIDTH, WIDTH), float("nan")), requires_grad=False
         )
-        self.weight.weight_loader = self.weight.load_interleaved
+        set_loader(self.weight, self.weight.load_interleaved)
 
     def process_weights_after_loading(self) -> None:
         """Reverse the rows in place, if the layer packs at all."""
@@ -480,8 +491,8 @@ class ScatteredLinear(nn.Module):
         self.packed = packed
         self.weight = parameter(2 * WIDTH, WIDTH)
         self.bias = parameter(2 * WIDTH)
-        self.weight.weight_loader = self.load_rows
-        self.bias.weight_loader = self.load_bytes
+        set_loader(self.weight, self.load_rows)
+        set_loader(self.bias, self.load_bytes)
         self.kernel: tuple[Tensor, Tensor] | None = None
 
     def load_rows(self, place: Tensor, tensor: Tensor, shard: int) -> None:
@@ -532,7 +543,7 @@ class AddressHandle:
         if storage is None:
             return torch.full(shape, float("nan"), dtype=self._dtype)
         value = torch.empty(0, dtype=self._dtype)
-        return value.set_(storage, offset, shape, stride)  # type: ignore[call-overload,no-any-return]
+        return value.set_(storage, offset, shape, stride)
 
 
 class HandleLinear(nn.Module):
@@ -630,7 +641,8 @@ class FusedExperts(nn.Module):
 
     def process_weights_after_loading(self) -> None:
         """Pack a copy of the experts' weights; they stay as they are."""
-        self.packed = torch.stack([expert.weight.detach().t() for expert in self.experts])
+        weights = [torch.as_tensor(expert.weight).detach() for expert in self.experts]
+        self.packed = torch.stack([weight.t() for weight in weights])
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer."""

@@ -152,8 +152,9 @@ class SessionMachine(RuleBasedStateMachine):
         self.last: Session | None = None
         self.versions = iter(range(1, 10_000))
         for name, model in self.models.items():
-            options = {"framework": self.framework, "allow_missing": model.may_miss}
-            with WeightLoadSession(model, **options) as session:
+            with WeightLoadSession(
+                model, framework=self.framework, allow_missing=model.may_miss
+            ) as session:
                 session.load(self.states[name, 1])
             self._now_holds(name, (name, 1))
         self.kept = {name: Kept.of(model) for name, model in self.models.items()}
@@ -364,7 +365,7 @@ class SessionMachine(RuleBasedStateMachine):
     @rule(data=st.data(), countdown=st.integers(0, 12))
     def a_copy_fails_at_the_end(self, data: st.DataObject, countdown: int) -> None:
         """Finish is interrupted at one of its copies, in a hook or in the commit."""
-        name, opened = self._choose(data)
+        name, _ = self._choose(data)
         copies = iter(range(countdown, -1, -1))
         copy_ = Tensor.copy_
 
@@ -474,7 +475,7 @@ class SessionMachine(RuleBasedStateMachine):
         """A session is for single use."""
         session = self._last()
         state = session.state
-        arguments = ({},) if call == "load" else ()
+        arguments: list[Any] = [{}] if call == "load" else []
         _raises(InvalidTransitionError, lambda: getattr(session, call)(*arguments))
         require(session.state is state, "a refused call changed the state")
 
@@ -489,6 +490,8 @@ class SessionMachine(RuleBasedStateMachine):
         try:
             yield
         except errors as error:
+            notes = getattr(error, "__notes__", ())
+            require(not any("cleaning up raised" in note for note in notes), f"{notes}")
             if isinstance(error, WeightLoadError):
                 intact = opened.session.state is SessionState.ABORTED
                 require(error.model_intact == intact, f"{error!r} contradicts the state")
@@ -524,7 +527,7 @@ class SessionMachine(RuleBasedStateMachine):
         hooked = sum(_role(module) is not None for module in inside.values())
         require(not complete or len(counts) == hooked, f"{len(counts)} of {hooked} hooks ran")
 
-    def _calls(self, name: str) -> Counter[tuple[Role, Any]]:
+    def _calls(self, name: str) -> Counter[tuple[Role | None, Any]]:
         """Count the hooks that ran on modules of the model since its session was opened."""
         inside = {id(module) for module in self.models[name].modules()}
         calls = self.framework.calls[self.open[name].first_call :]

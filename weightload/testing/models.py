@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -98,7 +99,7 @@ class LoadingModel(ToyModel):
 
     def store(self, name: str, tensor: Tensor) -> None:
         """Load one tensor; raises ``KeyError`` if no place has that name."""
-        places = dict(self.named_parameters(remove_duplicate=False))
+        places: dict[str, Any] = dict(self.named_parameters(remove_duplicate=False))
         places.update(_persistent_buffers(self))
         head, _, part = name.rpartition("/")
         place = places[head or name]
