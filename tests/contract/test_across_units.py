@@ -142,9 +142,11 @@ def test_a_hook_that_would_read_old_weights_is_refused():
     """Nothing live has been written when it is found out, and the tensor is named."""
     x = torch.linspace(-1.0, 1.0, WIDTH)
     model = blind(1)
-    with pytest.raises(ProcessingError, match="'sinks' was reached") as caught:
-        with WeightLoadSession(model, commit="atomic") as session:
-            session.load({"sinks": torch.full((WIDTH,), 2.0)})
+    with (
+        pytest.raises(ProcessingError, match="'sinks' was reached") as caught,
+        WeightLoadSession(model, commit="atomic") as session,
+    ):
+        session.load({"sinks": torch.full((WIDTH,), 2.0)})
     assert caught.value.model_intact
     assert torch.equal(model(x), blind(1)(x))
     with WeightLoadSession(model, commit="stream") as session:

@@ -574,7 +574,10 @@ class SessionMachine(RuleBasedStateMachine):
                     if other in rivals and any(module is one for one in self._tree(other))
                 ]
                 owner = owner_of(module)
-                require(owner in owners or (owner is None and not owners), f"{owner!r}: {name}")
+                require(
+                    owner in owners or (owner is None and not owners),
+                    f"a module of {name} is owned by {owner!r}, not by {owners}",
+                )
                 if not rivals:
                     left = {"_weightload_open"} & vars(module).keys()
                     require(not left, f"{name} still has {left}")
