@@ -12,6 +12,7 @@ from weightload import (
     ModelPoisonedError,
     ProcessingError,
     SessionState,
+    StorageChangedError,
     UnclassifiedModuleError,
     UnexpectedWeightError,
     UnsupportedError,
@@ -23,8 +24,16 @@ from weightload import (
     require_usable,
     weights_version,
 )
-from weightload.testing import TOYS, Bench, LoadingModel, ToyFault, check_equal, make_state
-from weightload.testing.layers import WIDTH, Linear, RepackedLinear
+from weightload.testing import (
+    TOYS,
+    BareModel,
+    Bench,
+    LoadingModel,
+    ToyFault,
+    check_equal,
+    make_state,
+)
+from weightload.testing.layers import WIDTH, HandleLinear, Linear, RepackedLinear, parameter
 
 COMMITS = ("stream", "atomic")
 SOME = ("plain", "repacked", "tied", "fused", "bare copies", "everything")
@@ -163,6 +172,28 @@ def test_every_name_is_checked_for_its_shape(commit):
         bench.check_ended(session)
         assert session.state is SessionState.ABORTED
     bench.check_recovers()
+
+
+class Shifted(Linear):
+    """Adds a row of numbers that checkpoints may leave out."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = parameter(WIDTH, fill=0.0)
+
+    def forward(self, x):
+        return super().forward(x) + self.scale
+
+
+def test_a_new_name_is_not_broadcast_either(commit, source):
+    """The first load did not have it, so that no shape is known but that of its place."""
+    bench = Bench(lambda: BareModel(Shifted(), Linear()))
+    items = [*bench.state(2).items(), ("layers.0.scale", torch.ones(1))]
+    error, _ = refused(
+        bench, commit, WeightMismatchError, lambda session: session.load(source(items))
+    )
+    assert "layers.0.scale" in str(error)
+    assert "broadcast" in str(error)
 
 
 @pytest.mark.parametrize(
@@ -572,6 +603,24 @@ def test_a_module_that_was_added_after_the_first_load_is_refused():
     del bench.model.layers[3]
     bench.check_ended(session)
     bench.check_recovers()
+
+
+def test_a_hook_that_moves_a_live_tensor_only_sometimes_is_caught():
+    """Nothing showed at the first load; graphs that know the old memory are stale now."""
+
+    class Moving(HandleLinear):
+        def process_weights_after_loading(self):
+            super().process_weights_after_loading()
+            if self.weight.abs().max() > 100:
+                self.weight.data = self.weight.data.clone()
+
+    bench = Bench(lambda: LoadingModel(Moving(), Linear()))
+    large = {name: tensor * 1000 for name, tensor in bench.state(2).items()}
+    session = bench.open()
+    session.load(large)
+    with pytest.raises(StorageChangedError, match=r"layers\.0\.weight"):
+        session.finish()
+    assert session.state is SessionState.POISONED
 
 
 @pytest.mark.parametrize("bad", [None, "model", torch.ones(1), nn.Module])

@@ -170,6 +170,30 @@ def test_a_default_comes_back_or_is_missed_when_its_tensor_is_left_out(toy, at_f
             check_equal(model, factory, state)
 
 
+@pytest.mark.parametrize("toy", OPTIONAL)
+def test_what_a_failed_first_load_brought_is_not_taken_for_a_default(toy, commit):
+    """The optional tensor came and the load failed: the next one has to bring it, too."""
+    factory = TOYS[toy]
+    model, state = factory(), make_state(factory, 1)
+    failed = first_session(model)
+    failed.prepare()
+    failed.load(OPTIONAL[toy])
+    failed.abort()
+    assert failed.state is SessionState.POISONED
+    session = first_session(model, commit=commit)
+    session.prepare()
+    session.load(state)
+    with pytest.raises(IncompleteLoadError, match=next(iter(OPTIONAL[toy]))):
+        session.finish()
+    complete = {**state, **OPTIONAL[toy]}
+    with first_session(model, commit=commit) as session:
+        session.load(complete)
+    check_equal(model, factory, complete)
+    with WeightLoadSession(model, commit=commit) as session:
+        session.load(complete)
+    check_equal(model, factory, complete)
+
+
 def test_a_loader_that_owns_its_source_can_run_inside_a_session():
     """The framework's own loader calls load_weights; the session sees all that it does."""
     factory = TOYS["everything"]

@@ -4,9 +4,11 @@ import random
 from collections import Counter
 
 import pytest
+import torch
 
 from weightload import WeightLoadSession, weights_version
-from weightload.testing import TOYS, Bench
+from weightload.testing import TOYS, Bench, Kept, LoadingModel, fresh, identical
+from weightload.testing.layers import WIDTH, RepackedLinear, parameter
 
 COMMITS = ("stream", "atomic")
 
@@ -98,3 +100,48 @@ def test_every_reload_equals_a_fresh_load(toy, deliver, commit):
         assert weights_version(bench.model) == number
         assert Counter(bench.framework.calls) == hooks, "each hook runs once in a session"
         assert set(hooks.values()) <= {1}
+
+
+class Biased(RepackedLinear):
+    """Its hook replaces the first of two parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = parameter(WIDTH)
+
+    def forward(self, x):
+        return super().forward(x) + self.bias
+
+
+@pytest.mark.parametrize("commit", COMMITS)
+def test_parameters_keep_their_order(commit):
+    """Checksums and optimisers walk them by position."""
+    bench = Bench(lambda: LoadingModel(Biased(), Biased()))
+    names = [name for name, _ in bench.model.named_parameters()]
+    for number in (2, 1):
+        bench.reload(bench.state(number), commit=commit)
+        assert [name for name, _ in bench.model.named_parameters()] == names
+
+
+@pytest.mark.parametrize("commit", COMMITS)
+def test_what_the_engine_bound_later_stays_bound(commit):
+    """A cache that was bound to an attention layer after the first load is not the hook's."""
+    bench = Bench(TOYS["attention"])
+    cache = bench.model.layers[0].cache = torch.zeros(4)
+    bench.kept = Kept.of(bench.model)
+    for number in (2, 1):
+        bench.reload(bench.state(number), commit=commit)
+        assert bench.model.layers[0].cache is cache
+
+
+@pytest.mark.parametrize("commit", COMMITS)
+@pytest.mark.parametrize("toy", TOYS)
+def test_a_captured_graph_computes_with_the_new_weights(toy, commit):
+    """Tensors that something else holds since the first load have the new values."""
+    bench = Bench(TOYS[toy])
+    held = dict(bench.kept.tensors)
+    bench.reload(bench.state(2), commit=commit)
+    want = Kept.of(fresh(bench.factory, bench.state(2))).tensors
+    assert held.keys() == want.keys()
+    for name, tensor in held.items():
+        assert identical(tensor, want[name]), name

@@ -141,7 +141,8 @@ def _hooked(model: nn.Module) -> Iterator[nn.Module]:
     for role in (Role.QUANT, Role.ATTENTION, Role.DERIVED):
         for module in model.modules():
             quantised = hasattr(module, "quant_method") and role is Role.QUANT
-            if quantised or _ROLES.get(type(module)) is role:
+            own = next((_ROLES[cls] for cls in type(module).__mro__ if cls in _ROLES), None)
+            if quantised or own is role:
                 yield module
 
 
