@@ -63,6 +63,8 @@ class Intake:
         seen: every name that came, with whether it filled something.
         current: the name whose tensor the model's loaders hold now.
         source_error: the exception that the source raised, if one did.
+        failure: what the loaders were interrupted by when they asked for the next tensor; they
+            may have swallowed it.
         nbytes: size of all tensors that came.
         casts: names of tensors that were stored in another dtype.
         broadcast: names of tensors that a loader spread over a larger place.
@@ -74,6 +76,7 @@ class Intake:
     seen: dict[str, SourceFact] = attrs.field(factory=dict)
     current: str | None = None
     source_error: BaseException | None = None
+    failure: Exception | None = None
     nbytes: int = 0
     casts: set[str] = attrs.field(factory=set)
     broadcast: set[str] = attrs.field(factory=set)
@@ -144,24 +147,27 @@ class Intake:
                 Then every tensor is copied, because a model may collect tensors before it reads.
             between: called when the loaders have let go of one tensor and ask for the next.
         """
-        source = iter(weights)
-        while True:
-            try:
-                pair = next(source)
-            except StopIteration:
-                break
-            except BaseException as error:
-                self.source_error = error
-                raise
-            name, tensor = unpack(pair)
-            self.check_pair(name, tensor)
-            handed = tensor.detach().clone() if borrowed else tensor
-            self._begin(name, handed)
-            yield name, handed
-            if not self.seen[name].consumed and self._known_as_consumed(name):
-                self._held[name] = handed
-            between()
+        try:
+            for pair in self._read(weights):
+                name, tensor = unpack(pair)
+                self.check_pair(name, tensor)
+                handed = tensor.detach().clone() if borrowed else tensor
+                self._begin(name, handed)
+                yield name, handed
+                if not self.seen[name].consumed and self._known_as_consumed(name):
+                    self._held[name] = handed
+                between()
+        except Exception as error:
+            self.failure = error
+            raise
         self.current = None
+
+    def _read(self, weights: Iterable[Pair]) -> Iterator[Pair]:
+        try:
+            yield from weights
+        except BaseException as error:
+            self.source_error = error
+            raise
 
     def _begin(self, name: str, tensor: torch.Tensor) -> None:
         self.current = name

@@ -15,7 +15,7 @@ import attrs
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weightload.errors import UnsupportedError
+from weightload.errors import UnsupportedError, WeightLoadError
 from weightload.ledger import Region, full_region, locate
 from weightload.storage import storage_key
 
@@ -100,10 +100,15 @@ class WriteListener(Protocol):
 
 
 class WriteObserver(TorchDispatchMode):
-    """The dispatch mode. Enter it once around a load, not once per tensor."""
+    """The dispatch mode. Enter it once around a load, not once per tensor.
+
+    Attributes:
+        refusal: the first error that the listener raised; a loader may have swallowed it.
+    """
 
     def __init__(self, listener: WriteListener) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.refusal: WeightLoadError | None = None
         self._listener = listener
         self._by_storage: dict[int, list[Watched]] = {}
 
@@ -132,7 +137,13 @@ class WriteObserver(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run one operation, with the listener asked before and told after."""
-        kwargs = kwargs or {}
+        try:
+            return self._run(func, types, args, kwargs or {})
+        except WeightLoadError as error:
+            self.refusal = self.refusal or error
+            raise
+
+    def _run(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         touched = [
             tensor for tensor in _tensors(args, kwargs) if storage_key(tensor) in self._by_storage
         ]
@@ -150,7 +161,7 @@ class WriteObserver(TorchDispatchMode):
         name = func._schema.name.rpartition(":")[2]
         if func is _aten._foreach_copy_.default:
             for target, source in zip(*args[:2], strict=True):
-                self.__torch_dispatch__(_aten.copy_.default, types, (target, source))
+                self._run(_aten.copy_.default, types, (target, source), {})
             return None
         if not func.is_view:
             self._tell_reads(name, touched, args)

@@ -168,6 +168,7 @@ class WeightLoadSession:
                     preflight.check_pairs(board, self.model, self._intake, weights)
                 feed = self._feed(weights, borrowed)
                 board.framework.load(self.model, feed)
+                self._not_swallowed(board)
                 self._drained(feed)
                 self._settle()
                 self._intake.end_batch()
@@ -195,8 +196,9 @@ class WeightLoadSession:
             if callable(original):
                 mine["load_weights"] = load_weights
             try:
-                with self._failing("load"), self._loading():
+                with self._failing("load"), self._loading() as board:
                     run()
+                    self._not_swallowed(board)
                     self._settle()
                     self._intake.end_batch()
             finally:
@@ -383,6 +385,12 @@ class WeightLoadSession:
         """Process the units that became complete, now that no loader is at work on them."""
         for unit in self._opened().arrivals.take_ready():
             self._process(unit, [hook for hook in unit.hooks if hook.rule.role is Role.QUANT])
+
+    def _not_swallowed(self, board: Board) -> None:
+        """Raise what interrupted the loaders, if they went on as if nothing had happened."""
+        for error in (self._intake.failure, board.arrivals.observer.refusal):
+            if error is not None:
+                raise error
 
     def _drained(self, feed: Iterator[Any]) -> None:
         for name, _ in feed:

@@ -29,6 +29,7 @@ from weightload.testing import (
     BareModel,
     Bench,
     LoadingModel,
+    TiedModel,
     ToyFault,
     check_equal,
     make_state,
@@ -491,6 +492,54 @@ def test_an_iterable_may_reuse_its_buffer(bench, commit):
         session.load(Reader())
     bench.serves = state
     bench.check_finished(session)
+
+
+class Deaf(LoadingModel):
+    """Goes on when something fails, as if nothing had happened."""
+
+    def load_weights(self, weights):
+        source = iter(weights)
+        while True:
+            try:
+                self.store(*next(source))
+            except StopIteration:
+                return
+            except Exception:
+                continue
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_a_loader_cannot_swallow_what_a_source_raises(commit, position):
+    """Even after the last tensor, when everything has come: the source did not end well."""
+    bench = Bench(lambda: Deaf(RepackedLinear(), Linear()))
+    error = SourceError()
+    session = bench.open(commit=commit)
+    with pytest.raises(SourceError) as caught:
+        session.load(failing_source(list(bench.state(2).items()), position, error))
+    assert caught.value is error
+    bench.check_ended(session)
+    bench.check_recovers()
+
+
+def test_a_loader_cannot_swallow_a_failed_hook():
+    """A layer is processed between two tensors, inside the loader's own loop."""
+    bench = Bench(lambda: Deaf(RepackedLinear(), Linear()))
+    bench.framework.fail_hook()
+    refused(bench, "stream", ProcessingError, lambda session: session.load(bench.state(2)))
+
+
+def test_a_loader_cannot_swallow_a_refused_write(commit, source):
+    """Two names for one place, with different values: the second one was not written."""
+
+    class DeafTied(Deaf, TiedModel):
+        pass
+
+    bench = Bench(lambda: DeafTied(Linear()))
+    state = bench.state(2)
+    state["head.weight"] = state["embedding.weight"] + 1
+    refused(
+        bench, commit, DuplicateWeightError, lambda session: session.load(source(state.items()))
+    )
 
 
 @pytest.mark.parametrize("toy", ["fused", "collecting", "bare copies", "everything"])
