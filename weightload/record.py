@@ -299,11 +299,6 @@ def make_record(module: nn.Module) -> ModuleRecord:
     return record
 
 
-def drop_record(module: nn.Module) -> None:
-    """Forget what is known about ``module``."""
-    vars(module).pop(_ATTRIBUTE, None)
-
-
 def made_by_hooks(module: nn.Module) -> Iterator[tuple[int, str, str]]:
     """Yield the slots that the hooks of ``module`` made: id of the owner, section and name."""
     record = record_of(module) or ModuleRecord()
