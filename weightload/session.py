@@ -460,6 +460,8 @@ class WeightLoadSession:
             board=self._board, progress=self._progress, stream=self._commit == "stream"
         )
         self._board.open()
+        if self._kind == "reload":
+            ownership.guard_open(self, modules.values())
 
     def _wanted(self, manifest: Mapping[str, Any] | None) -> frozenset[str] | None:
         """Return the names that a partial load brings.
