@@ -18,6 +18,7 @@
     │   ├── ProcessingError             a post-processing hook raised
     │   └── StorageChangedError         a live tensor could not keep its storage
     ├── ModelPoisonedError          the model holds a mixture of old and new weights
+    ├── EngineLostError             a process of the engine has ended
     └── UnsupportedError            refused before any write
 
 Exceptions that a *source* raises while it yields tensors are not wrapped: they reach the caller
@@ -36,6 +37,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointFileError",
     "DuplicateWeightError",
+    "EngineLostError",
     "IncompleteLoadError",
     "InvalidTransitionError",
     "ModelBusyError",
@@ -182,6 +184,10 @@ class StorageChangedError(ModelError):
 
 class ModelPoisonedError(WeightLoadError):
     """The model holds a mixture of old and new weights and must not be used."""
+
+
+class EngineLostError(WeightLoadError):
+    """A process of the engine has ended, so the engine is lost; only a new one can go on."""
 
 
 class UnsupportedError(WeightLoadError):
