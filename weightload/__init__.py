@@ -23,6 +23,7 @@ from weightload.errors import (
     UnexpectedWeightError,
     UnsupportedError,
     UsageError,
+    VerificationError,
     WeightLoadError,
     WeightMismatchError,
 )
@@ -36,8 +37,9 @@ from weightload.ownership import (
     require_usable,
     weights_version,
 )
-from weightload.receipt import Receipt
+from weightload.receipt import Names, Receipt
 from weightload.registry import ModuleRegistry, ModuleRule, Role
+from weightload.scope import Scope
 from weightload.session import WeightLoadSession
 from weightload.states import SessionState
 
@@ -59,10 +61,12 @@ __all__ = [
     "ModelPoisonedError",
     "ModuleRegistry",
     "ModuleRule",
+    "Names",
     "Poison",
     "ProcessingError",
     "Receipt",
     "Role",
+    "Scope",
     "SessionMisnestedError",
     "SessionState",
     "StorageChangedError",
@@ -70,6 +74,7 @@ __all__ = [
     "UnexpectedWeightError",
     "UnsupportedError",
     "UsageError",
+    "VerificationError",
     "WeightLoadError",
     "WeightLoadSession",
     "WeightMismatchError",

@@ -7,13 +7,14 @@ hook changes.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
 import torch
 from torch import nn
 
-from weightload.commit import CommitCount, OwnerPlan, plan_owner
+from weightload.commit import CommitCount, CommitPlan, plan_commit
 from weightload.entries import Entry, Staging
 from weightload.errors import ProcessingError, StorageChangedError, name_some
 from weightload.record import (
@@ -63,16 +64,28 @@ class Hook:
             ProcessingError: the hook raised.
         """
         self.attempted = True
+        self._call(self.rule.run, f"The {self.rule.role.value} hook")
+        self.done = True
+
+    def rebind(self) -> None:
+        """Let the rule build again what knows addresses, if it does.
+
+        Raises:
+            ProcessingError: it raised.
+        """
+        if self.rule.rebind is not None:
+            self._call(self.rule.rebind, "The rebind hook")
+
+    def _call(self, what: Callable[[nn.Module], object], called: str) -> None:
         try:
-            self.rule.run(self.module)
+            what(self.module)
         except Exception as error:
             raise ProcessingError(
-                f"The {self.rule.role.value} hook of module {self.name!r} "
-                f"({type(self.module).__qualname__}) raised {type(error).__name__}: {error}",
+                f"{called} of module {self.name!r} ({type(self.module).__qualname__}) raised "
+                f"{type(error).__name__}: {error}",
                 module=self.name,
                 role=self.rule.role.value,
             ) from error
-        self.done = True
 
 
 @attrs.define(kw_only=True, eq=False, repr=False)
@@ -103,7 +116,8 @@ class Unit:
     committed: bool = False
     _live: list[ObjectState] = attrs.field(factory=list)
     _stagings: dict[int, Staging] = attrs.field(factory=dict)
-    _plan: list[OwnerPlan] = attrs.field(factory=list)
+    _dressed: dict[int, dict[str, Any]] = attrs.field(factory=dict)
+    _plan: CommitPlan | None = None
 
     @property
     def name(self) -> str:
@@ -133,6 +147,7 @@ class Unit:
         for change in reversed(self.changes):
             change.undo(copies)
         twins = make_twins([slot.spec for _, slot in self.slots])
+        self._dressed = {id(twin): dict(vars(twin)) for twin in twins}
         placed: dict[tuple[int, str, str], tuple[torch.Tensor, Staging]] = {}
         for (module, slot), twin in zip(self.slots, twins, strict=True):
             staging = self._stagings.setdefault(
@@ -145,6 +160,12 @@ class Unit:
             vars(module)[slot.section][slot.name] = twin
             placed[id(module), slot.section, slot.name] = (twin, staging)
         return placed
+
+    def live_tensor(self, module: nn.Module, section: str, name: str) -> torch.Tensor:
+        """Return the tensor that was in a slot when the unit was parked."""
+        [state] = [live for live in self._live if live.owner is module]
+        tensor: torch.Tensor = state.contents[section][name]
+        return tensor
 
     def point_aliases(self) -> None:
         """Let attributes that name a tensor of the model name its twin, once all are in place."""
@@ -163,15 +184,9 @@ class Unit:
         """
         problems: list[str] = []
         names = {id(module): name for name, module in self.modules.items()}
-        self._plan = [
-            plan_owner(
-                live,
-                names.get(id(live.owner), type(live.owner).__qualname__),
-                problems,
-                inferred=self.inferred,
-            )
-            for live in self._live
-        ]
+        self._plan = plan_commit(
+            self._live, names, self._dressed, problems, self._exact(), inferred=self.inferred
+        )
         if problems:
             raise StorageChangedError(
                 f"Processing module {self.name!r} again gave tensors that do not fit the live "
@@ -181,35 +196,58 @@ class Unit:
                 module=self.name,
             )
 
+    def _exact(self) -> dict[int, list[str]] | None:
+        """Return where derived tensors are, by id of the module, if the rules say that of all."""
+        paths: dict[int, list[str]] = {}
+        for hook in self.hooks:
+            if hook.rule.derived is None:
+                return None
+            paths.setdefault(id(hook.module), []).extend(hook.rule.derived)
+        return paths if self.hooks else None
+
+    def rebind(self) -> None:
+        """Let rules build again what knows the addresses of tensors, now that these are final.
+
+        Raises:
+            ProcessingError: a rule's ``rebind`` raised.
+        """
+        for hook in self.hooks:
+            hook.rebind()
+
+    @property
+    def rebinds(self) -> bool:
+        """Whether the rules of all hooks build again what knows addresses."""
+        return bool(self.hooks) and all(hook.rule.rebind is not None for hook in self.hooks)
+
     @property
     def changes_something(self) -> bool:
         """Whether the planned commit changes anything that computes."""
-        return any(plan.changes_something for plan in self._plan)
+        return self._plan is not None and self._plan.changes_something
+
+    @property
+    def planned_moves(self) -> list[str]:
+        """What cannot keep its storage in the planned commit, as text with the reason.
+
+        Opaque objects are not among them where rules build them again on the live tensors.
+        """
+        if self._plan is None:
+            return []
+        return self._plan.found.moved if self.rebinds else self._plan.moves
+
+    def planned_copies(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """Yield path, live tensor and new tensor of every copy that a commit is going to make."""
+        return iter(()) if self._plan is None else self._plan.named_copies()
 
     def commit(self) -> CommitCount:
         """Copy new values into live storage and put the live tensors back in their places."""
-        count = CommitCount()
-        copies = {
-            (id(old), id(new)): (old, new)
-            for plan in self._plan
-            for old, new in (*plan.slot_copies, *plan.found.copies)
-        }
-        with torch.no_grad():
-            for old, new in copies.values():
-                old.detach().copy_(new.detach())
-                count.nbytes += old.numel() * old.element_size()
-        for plan in self._plan:
-            plan.attach()
-            count.derived += len(plan.found.copies)
-            count.moved += len(plan.found.moved)
+        plan = self._plan
+        count = plan.carry_out() if plan is not None else CommitCount()
         # An opaque object may know the address of a tensor that the hook made: those tensors
         # live as long as the object does, that is until the next processing. A twin is emptied
         # when its staging ends, and a view of it keeps the memory.
-        opaque = any(plan.found.opaque for plan in self._plan)
-        keeper = next(iter(self.modules.values()))
-        made = [new.detach() for _, new in copies.values()] if opaque else []
-        make_record(keeper).keepalive = made
-        del copies, made
+        opaque = plan is not None and plan.found.opaque
+        made = [new.detach() for _, new in plan.found.copies] if plan and opaque else []
+        make_record(next(iter(self.modules.values()))).keepalive = made
         self.committed = True
         return count
 
@@ -237,5 +275,5 @@ class Unit:
         released = sum(staging.release(live) for staging in self._stagings.values())
         for entry in self.entries:
             entry.closed = entry.closed or self.staged
-        self._live, self._plan, self._stagings = [], [], {}
+        self._live, self._plan, self._stagings, self._dressed = [], None, {}, {}
         return released

@@ -23,10 +23,12 @@ if TYPE_CHECKING:
     from weightload.session import WeightLoadSession
 
 __all__ = [
+    "ForwardGuard",
     "Poison",
     "claim",
     "current_session",
     "entered",
+    "guard_open",
     "open_session",
     "owner_of",
     "poison_of",
@@ -57,6 +59,7 @@ class Poison:
         step: the step that failed, such as ``"load"`` or ``"process"``.
         module: qualified name of the module at fault, if one is known.
         cause: type and text of the error.
+        terminal: whether no load can cure it, only a new process.
     """
 
     session: int
@@ -64,6 +67,24 @@ class Poison:
     step: str
     module: str | None
     cause: str
+    terminal: bool = False
+
+    def error(self) -> ModelPoisonedError:
+        """Make the error that a poisoned model answers with."""
+        where = f" at module {self.module!r}" if self.module else ""
+        advice = (
+            "No load can cure that; start the process again."
+            if self.terminal
+            else "Load a complete set of weights before using it."
+        )
+        return ModelPoisonedError(
+            f"The model must not be used: session {self.session} failed in step "
+            f"{self.step!r}{where} ({self.cause}) after it had written live weights. {advice}",
+            model_intact=False,
+            session=self.session,
+            step=self.step,
+            terminal=self.terminal,
+        )
 
 
 _versions: WeakKeyDictionary[Any, str | int | None] = WeakKeyDictionary()
@@ -140,6 +161,7 @@ def release(session: WeightLoadSession, modules: Iterable[Any]) -> None:
             held = _claims.get(module)
             if held is not None and held() in (session, None):
                 del _claims[module]
+                _guard(module)
 
 
 def _owner(module: Any) -> WeightLoadSession | None:
@@ -160,21 +182,114 @@ def open_session(model: Any) -> WeightLoadSession | None:
     return owner if owner is not None and owner.model is model else None
 
 
-def record_version(model: Any, version: str | int | None) -> None:
-    """Note that ``model`` now serves ``version``; clears poison. Called by a full finish only."""
+class ForwardGuard:
+    """Stands in the place of a module's ``forward`` while the module must not compute.
+
+    Code that runs inside a session, such as a hook that calls its module, computes as ever.
+
+    Attributes:
+        reason: why not: poison, or an open session; its ``error()`` is raised.
+    """
+
+    def __init__(self, module: Any, reason: Poison | _Open) -> None:
+        mine = vars(module)
+        self.reason = reason
+        self._module = module
+        self._own = mine.get("forward")
+        mine["forward"] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse.
+
+        Raises:
+            WeightLoadError: always, but from inside a session.
+        """
+        if current_session() is None:
+            raise self.reason.error()
+        if self._own is not None:
+            return self._own(*args, **kwargs)
+        return type(self._module).forward(self._module, *args, **kwargs)
+
+    @classmethod
+    def install(cls, module: Any, reason: Poison | _Open) -> None:
+        """Guard ``module``, or change the reason if it is guarded."""
+        guard = vars(module).get("forward")
+        if isinstance(guard, cls):
+            guard.reason = reason
+        else:
+            cls(module, reason)
+
+    @classmethod
+    def remove(cls, module: Any) -> None:
+        """Put the module's own ``forward`` back, if it is guarded."""
+        mine = vars(module)
+        guard = mine.get("forward")
+        if not isinstance(guard, cls):
+            return
+        if guard._own is None:
+            del mine["forward"]
+        else:
+            mine["forward"] = guard._own
+
+
+@attrs.frozen
+class _Open:
+    """The reason why a model does not compute while a session is open on it."""
+
+    session: int
+
+    def error(self) -> ModelBusyError:
+        """Make the error that the model answers with."""
+        return ModelBusyError(
+            f"Session {self.session} is replacing the weights of this model; it does not compute "
+            f"before that session has ended.",
+            owner=self.session,
+        )
+
+
+def guard_open(session: WeightLoadSession, modules: Iterable[Any]) -> None:
+    """Let no module compute while ``session`` is open; :func:`release` ends that."""
+    reason = _Open(session.id)
+    for module in modules:
+        ForwardGuard.install(module, reason)
+
+
+def record_version(model: Any, version: str | int | None, *, cured: bool = True) -> None:
+    """Note that ``model`` now serves ``version``.
+
+    Args:
+        model: the root module.
+        version: what the weights are called.
+        cured: whether everything was loaded, which clears poison.
+    """
     for module in model.modules():
         _versions[module] = version
-        _poisons.pop(module, None)
+        if cured:
+            _poisons.pop(module, None)
+            _guard(module)
 
 
 def record_poison(model: Any, poison: Poison) -> None:
     """Mark ``model`` as holding a mixture, until a session with full scope finishes.
 
-    Models that share a module with it are marked as well, through that module.
+    Models that share a module with it are marked as well, through that module. From then on the
+    ``forward`` of every module refuses. A terminal poison is not replaced by another one.
     """
     for module in model.modules():
         _versions[module] = None
-        _poisons[module] = poison
+        before = _poisons.get(module)
+        if before is None or not before.terminal:
+            _poisons[module] = poison
+        _guard(module)
+
+
+def _guard(module: Any) -> None:
+    """Guard a module that is poisoned, and no other one."""
+    poison = _poisons.get(module)
+    if poison is None:
+        ForwardGuard.remove(module)
+    else:
+        ForwardGuard.install(module, poison)
 
 
 def weights_version(model: Any) -> str | int | None:
@@ -204,12 +319,4 @@ def require_usable(model: Any) -> None:
     """
     poison = poison_of(model)
     if poison is not None:
-        where = f" at module {poison.module!r}" if poison.module else ""
-        raise ModelPoisonedError(
-            f"The model holds a mixture of old and new weights: session {poison.session} failed "
-            f"in step {poison.step!r}{where} ({poison.cause}). Load a complete set of weights "
-            f"before using it.",
-            model_intact=False,
-            session=poison.session,
-            step=poison.step,
-        )
+        raise poison.error()

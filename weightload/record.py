@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from weightload.ledger import Region
+from weightload.ownership import ForwardGuard
 from weightload.registry import Role
 from weightload.storage import TensorSpec
 
@@ -48,7 +49,9 @@ class ObjectState:
     @classmethod
     def of(cls, owner: Any) -> ObjectState:
         """Look at ``owner``."""
-        values = {name: value for name, value in vars(owner).items() if name != _ATTRIBUTE}
+        values = {
+            name: value for name, value in vars(owner).items() if not _is_sessions(name, value)
+        }
         contents = {
             name: value.copy() for name, value in values.items() if type(value) in _CONTAINERS
         }
@@ -57,9 +60,12 @@ class ObjectState:
     def restore(self) -> None:
         """Put every attribute back as it was."""
         mine = vars(self.owner)
-        for name in [n for n in mine if n not in self.values and n != _ATTRIBUTE]:
-            del mine[name]
-        mine.update(self.values)
+        for name, value in list(mine.items()):
+            if name not in self.values and not _is_sessions(name, value):
+                del mine[name]
+        for name, value in self.values.items():
+            if not _is_sessions(name, mine.get(name)):
+                mine[name] = value
         for name, content in self.contents.items():
             _refill(self.values[name], content)
 
@@ -73,6 +79,11 @@ class ObjectState:
             elif name in self.contents:
                 _compare_contents(change, name, self.contents[name], later.contents[name])
         return change if change.attributes or change.entries or change.contents else None
+
+
+def _is_sessions(name: str, value: Any) -> bool:
+    """Whether an attribute is a session's own, and no state of the object."""
+    return name == _ATTRIBUTE or type(value) is ForwardGuard
 
 
 _CONTAINERS = (dict, list, set)
@@ -212,6 +223,8 @@ class ModuleRecord:
         staged: the tensors that a hook changed, by section and name.
         gaps: for each tensor, the regions that the load which made the model did not bring.
         shared: for each tensor, the regions that several source tensors fill.
+        sources: for each tensor, the regions that the last complete load filled, and the source
+            name of each.
         tainted: the tensors that a first load filled before it failed, so that nobody knows what
             they were constructed with.
         keepalive: what the last hook made and an opaque object may point at.
@@ -226,6 +239,7 @@ class ModuleRecord:
     staged: dict[tuple[str, str], StagedSlot] = attrs.field(factory=dict)
     gaps: dict[tuple[str, str], list[Region]] = attrs.field(factory=dict)
     shared: dict[tuple[str, str], SharedRegions] = attrs.field(factory=dict)
+    sources: dict[tuple[str, str], dict[Region, str | None]] = attrs.field(factory=dict)
     tainted: set[tuple[str, str]] = attrs.field(factory=set)
     keepalive: list[torch.Tensor] = attrs.field(factory=list)
     manifest: dict[str, SourceFact] | None = None
@@ -274,12 +288,14 @@ class SourceFact:
 
     Attributes:
         shape: shape of the tensor that came under it.
+        dtype: its type of elements.
         consumed: whether it filled anything.
         broadcast: whether the model's loader spread it over a larger place.
         place: qualified name of the first tensor that it filled.
     """
 
     shape: tuple[int, ...]
+    dtype: torch.dtype | None = None
     consumed: bool = False
     broadcast: bool = False
     place: str | None = None
