@@ -13,6 +13,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Iterator
+from multiprocessing.connection import wait
 from typing import Any
 
 import torch
@@ -22,11 +23,14 @@ __all__ = [
     "calls_model_hook",
     "construct",
     "device_context",
+    "engine_is_down",
+    "engine_processes",
     "is_late_attention",
     "layers_on_meta",
     "recorded_format",
     "release_memory",
     "retie_word_embeddings",
+    "says_engine_is_down",
     "set_torchao_attributes",
     "take_over_online_layer",
     "update_tensor_parallel_state",
@@ -220,3 +224,32 @@ def captures_graphs(vllm_config: Any, device: torch.device) -> bool:
     config = getattr(vllm_config, "compilation_config", None)
     mode = getattr(config, "cudagraph_mode", None)
     return device.type != "cpu" and getattr(mode, "name", "NONE") != "NONE"
+
+
+def _executor(core: Any) -> Any:
+    return getattr(getattr(core, "engine_core", None), "model_executor", None)
+
+
+def engine_processes(core: Any) -> list[Any]:
+    """Return the processes that a client of an engine's core, in this process, has started."""
+    manager = getattr(getattr(core, "resources", None), "engine_manager", None)
+    workers = getattr(_executor(core), "workers", None) or ()
+    return [*getattr(manager, "processes", ()), *(worker.proc for worker in workers)]
+
+
+def engine_is_down(core: Any) -> str | None:
+    """Return why the engine behind a client of its core cannot answer, ``None`` if it can."""
+    for process in engine_processes(core):
+        if wait([process.sentinel], timeout=0):
+            return f"process {process.name} has ended with exit code {process.exitcode}"
+    if getattr(getattr(core, "resources", None), "engine_dead", False):
+        return "its core is down"
+    if getattr(_executor(core), "is_failed", False):
+        return "its executor has failed"
+    return None
+
+
+def says_engine_is_down(error: Exception) -> bool:
+    """Whether a failed call says that a worker was lost, which shows only seconds later."""
+    said = str(error).removeprefix("Call to collective_rpc method failed: ")
+    return said in ("Executor failed.", "cancelled", "Server shutting down")

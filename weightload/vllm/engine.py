@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import uuid
 from collections.abc import Generator, Iterable, Mapping
@@ -12,9 +13,10 @@ import attrs
 import torch
 
 from weightload.bucket import BucketWriter
-from weightload.errors import UnsupportedError, WeightLoadError
+from weightload.errors import EngineLostError, UnsupportedError, WeightLoadError
 from weightload.intake import pairs_of
 from weightload.receipt import Receipt
+from weightload.vllm.liveness import Liveness
 from weightload.vllm.worker import gather, run_operation
 
 __all__ = ["areload", "reload"]
@@ -48,6 +50,7 @@ def reload(
 
     Raises:
         WeightLoadError: see its subclasses; ``model_intact`` says whether the engine may go on.
+        EngineLostError: a process of the engine ended, before the reload or during it.
         UnsupportedError: the workers cannot be reached the way the engine is set up.
 
     What an iterable raises reaches the caller as it is, after every rank has been aborted.
@@ -55,6 +58,7 @@ def reload(
     engine = llm.llm_engine
     core = engine.engine_core
     steps = _steps(weights, version, commit, _Reach.of(engine.vllm_config, core))
+    alive = Liveness(core)
     turn = _Turn()
     while True:
         try:
@@ -63,14 +67,15 @@ def reload(
             receipts: list[Receipt] = done.value
             break
         try:
-            turn = _Turn(outcomes=llm.collective_rpc(method, kwargs=kwargs))
+            ask = functools.partial(llm.collective_rpc, method, kwargs=kwargs)
+            turn = _Turn(outcomes=alive.call(ask))
         except BaseException as error:
             turn = _Turn(error=error)
     if reset_caches:
         for reset in _cache_resets(llm, engine):
-            reset()
+            alive.call(reset)
     if version is not None and hasattr(engine, "set_weight_version"):
-        engine.set_weight_version(str(version))
+        alive.call(functools.partial(engine.set_weight_version, str(version)))
     return receipts
 
 
@@ -97,9 +102,10 @@ async def areload(
     """
     reach = _Reach.of(engine.vllm_config, engine.engine_core)
     steps = _steps(weights, version, commit, reach)
-    mine = pause is not None and not await engine.is_paused()
+    alive = Liveness(engine.engine_core)
+    mine = pause is not None and not await alive.wait(engine.is_paused())
     if mine:
-        await engine.pause_generation(mode=pause, clear_cache=reset_caches)
+        await alive.wait(engine.pause_generation(mode=pause, clear_cache=reset_caches))
     try:
         turn = _Turn()
         while True:
@@ -109,18 +115,19 @@ async def areload(
                 receipts: list[Receipt] = done.value
                 break
             try:
-                turn = _Turn(outcomes=await engine.collective_rpc(method, kwargs=kwargs))
+                ask = engine.collective_rpc(method, kwargs=kwargs)
+                turn = _Turn(outcomes=await alive.wait(ask))
             except BaseException as error:
                 turn = _Turn(error=error)
         if reset_caches:
             for reset in _cache_resets(engine, engine):
-                await reset()
+                await alive.wait(reset())
     except BaseException:
         if mine and reach.intact:
-            await engine.resume_generation()
+            await alive.wait(engine.resume_generation())
         raise
     if mine:
-        await engine.resume_generation()
+        await alive.wait(engine.resume_generation())
     return receipts
 
 
@@ -216,11 +223,15 @@ def _steps(weights: Weights, version: str | int | None, commit: str, reach: _Rea
             yield from _send(weights, reach)
         finished = yield reach.call("finish")
         receipts = gather(finished)
-    except GeneratorExit:
+    except (GeneratorExit, EngineLostError):
         raise
     except BaseException as error:
         try:
             yield from _give_up(error, opener, finished, reach)
+        except EngineLostError as lost:
+            if isinstance(error, Exception):
+                raise lost from error
+            error.add_note(f"weightload: {lost}")
         except Exception as second:
             error.add_note(
                 f"weightload: the ranks could not be told to abort; {type(second).__name__}: "
