@@ -22,6 +22,7 @@ from weightload.errors import (
     UnexpectedWeightError,
     UnsupportedError,
     UsageError,
+    VerificationError,
     WeightLoadError,
     WeightMismatchError,
 )
@@ -35,8 +36,9 @@ from weightload.ownership import (
     require_usable,
     weights_version,
 )
-from weightload.receipt import Receipt
+from weightload.receipt import Names, Receipt
 from weightload.registry import ModuleRegistry, ModuleRule, Role
+from weightload.scope import Scope
 from weightload.session import WeightLoadSession
 from weightload.states import SessionState
 
@@ -57,10 +59,12 @@ __all__ = [
     "ModelPoisonedError",
     "ModuleRegistry",
     "ModuleRule",
+    "Names",
     "Poison",
     "ProcessingError",
     "Receipt",
     "Role",
+    "Scope",
     "SessionMisnestedError",
     "SessionState",
     "StorageChangedError",
@@ -68,6 +72,7 @@ __all__ = [
     "UnexpectedWeightError",
     "UnsupportedError",
     "UsageError",
+    "VerificationError",
     "WeightLoadError",
     "WeightLoadSession",
     "WeightMismatchError",

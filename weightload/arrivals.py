@@ -8,8 +8,13 @@ from contextlib import contextmanager
 import torch
 
 from weightload.entries import Entry, Load, Staging
-from weightload.errors import DuplicateWeightError, UnsupportedError, WeightMismatchError
-from weightload.intake import Intake
+from weightload.errors import (
+    DuplicateWeightError,
+    UnexpectedWeightError,
+    UnsupportedError,
+    WeightMismatchError,
+)
+from weightload.intake import Intake, finite, wide_floats
 from weightload.layer import Unit
 from weightload.ledger import Region, full_region, meet, uncovered
 from weightload.observer import Watched, WriteObserver
@@ -94,6 +99,8 @@ class Arrivals:
                 self._keep_defaults(entry, region)
                 self._expected.append((entry, region))
             return False
+        if self._load.partial:
+            self._check_scope(entry, region, name)
         first = self._load.teaches
         if region is not None and not first and self._counts_less(entry, region, name):
             self._note_ready(entry)
@@ -102,6 +109,8 @@ class Arrivals:
             self._keep_defaults(entry, region)
         if entry.staging is None:
             self._load.mark_dirty()
+            if intake.verification is not None:
+                intake.verification.note(entry, region, target, source)
         self._load.counts.bytes_written += target.numel() * target.element_size()
         if region is None:
             if first and not self.observer.shares(watched):
@@ -125,6 +134,18 @@ class Arrivals:
                 parameter=entry.names[0],
             )
         return True
+
+    def _check_scope(self, entry: Entry, region: Region | None, name: str | None) -> None:
+        """Refuse a write of a partial load to what it did not promise."""
+        gaps = entry.gaps or []
+        outside = not entry.sources if region is None else any(meet(region, gap) for gap in gaps)
+        if outside:
+            raise UnexpectedWeightError(
+                f"{name!r} was going to fill a part of {entry.names[0]!r} that is not in the "
+                f"scope of this session.",
+                name=name,
+                parameter=entry.names[0],
+            )
 
     def _need_all(self, entry: Entry, *names: str | None) -> None:
         """Note that all names are needed, in the order in which they come.
@@ -200,8 +221,8 @@ class Arrivals:
         target: torch.Tensor,
         source: torch.Tensor,
     ) -> None:
-        if source.dtype != target.dtype and name is not None:
-            intake.casts.add(name)
+        if source.dtype != target.dtype:
+            self._check_cast(intake, name, entry, target, source)
         if source.numel() == target.numel():
             return
         fact = intake.manifest.get(name) if intake.manifest is not None and name else None
@@ -215,6 +236,37 @@ class Arrivals:
             name=name,
             expected=tuple(target.shape),
             found=tuple(source.shape),
+        )
+
+    def _check_cast(
+        self,
+        intake: Intake,
+        name: str | None,
+        entry: Entry,
+        target: torch.Tensor,
+        source: torch.Tensor,
+    ) -> None:
+        """Count a cast, and refuse one that the load which made the model did not do."""
+        if name is not None:
+            intake.casts.add(name)
+        if wide_floats(source.dtype, target.dtype):
+            if intake.check_finite and not finite(source.to(target.dtype)):
+                raise WeightMismatchError(
+                    f"{name!r} holds values that are infinite as {target.dtype}, the type of "
+                    f"{entry.names[0]!r}, and this session was opened with check_finite=True.",
+                    name=name,
+                    parameter=entry.names[0],
+                )
+            return
+        known = intake.manifest is not None and name in intake.manifest
+        if self._load.initial or known or torch.can_cast(source.dtype, target.dtype):
+            return
+        raise WeightMismatchError(
+            f"{name!r} brings {source.dtype} for {entry.names[0]!r}, which holds {target.dtype}. "
+            f"Values are cast only between floats of 16 bits or more.",
+            name=name,
+            expected=str(target.dtype),
+            found=str(source.dtype),
         )
 
     def after_write(self, watched: Watched, region: Region | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import attrs
 import torch
@@ -17,6 +17,7 @@ from weightload.intake import Intake
 from weightload.layer import Hook, Unit
 from weightload.learning import Learning
 from weightload.ledger import Region, RegionLedger, full_region
+from weightload.partial import gaps_outside, select_units
 from weightload.record import (
     ModuleRecord,
     SharedRegions,
@@ -28,6 +29,7 @@ from weightload.record import (
     slots_of,
 )
 from weightload.registry import Role
+from weightload.scope import Scope
 from weightload.storage import Fingerprint, TensorSpec, new_group, select, storage_key
 from weightload.units import build_units
 
@@ -42,9 +44,12 @@ class Board:
         modules: every module of the tree by qualified name.
         hooks: in order of processing.
         units: in the order of the tree.
+        kept: names of the tensors that stayed away and keep their values, as the scope allows.
+        moved: what could not keep its storage, as text with the reason.
         arrivals: listens to writes.
         completeness: tells what is missing.
         learning: runs hooks, and keeps what the load teaches.
+        verification: what is compared at the end, if that was asked for.
     """
 
     def __init__(
@@ -56,7 +61,8 @@ class Board:
         intake: Intake,
         initial: bool,
         atomic: bool,
-        allow_missing: Iterable[str] = (),
+        scope: Scope,
+        strict: bool,
     ) -> None:
         self._load = Load(
             framework=framework,
@@ -64,13 +70,17 @@ class Board:
             intake=intake,
             initial=initial,
             atomic=atomic and not initial,
-            allow_missing=tuple(allow_missing),
+            scope=scope,
+            strict=strict,
             mark_dirty=mark_dirty,
         )
         self.framework = framework
         self.modules = modules
+        self.moved: list[str] = []
+        self.kept: list[str] = []
         self.hooks: list[Hook] = []
         self.units: list[Unit] = []
+        self.verification = intake.verification
         self.arrivals = Arrivals(self._load)
         self.completeness = Completeness(self._load)
         self.learning = Learning(self._load)
@@ -108,6 +118,8 @@ class Board:
             for section, key, tensor in slots_of(module)
         ]
         self.units, self._members = build_units(self.modules, self.hooks, self._also_staged())
+        if self._load.partial:
+            self._leave_rest()
         placed: dict[tuple[int, str, str], tuple[torch.Tensor, Staging]] = {}
         for unit in self.units:
             if not self._load.initial or unit.changes or unit.slots:
@@ -121,6 +133,14 @@ class Board:
                 self._load.stale[mark.storage._cdata] = name
                 self._stale_keys.setdefault(id(module), []).append(mark.storage._cdata)
         self._watch(placed)
+
+    def _leave_rest(self) -> None:
+        """Leave alone what a load of some names does not change."""
+        wanted = self._load.intake.wanted or frozenset()
+        self.units = select_units(self.modules, self.units, wanted)
+        chosen = {id(unit) for unit in self.units}
+        self._members = {key: unit for key, unit in self._members.items() if id(unit) in chosen}
+        self.hooks = [hook for hook in self.hooks if id(hook.module) in self._members]
 
     def _refuse_unrecorded(self) -> None:
         strange = [hook for hook in self.hooks if hook.first and not self._load.initial]
@@ -152,6 +172,8 @@ class Board:
                     continue
                 gaps = self._gaps_of(module, section, name, tensor)
                 whole = [full_region(tensor.shape)]
+                if self._load.partial and gaps == whole:
+                    continue
                 spec = TensorSpec.of(tensor, shared.setdefault(key, new_group()))
                 seeds = [
                     (region, select(tensor, region)) for region in (whole if gaps is None else gaps)
@@ -185,6 +207,11 @@ class Board:
         record = record_of(module)
         if self._load.initial:
             return None
+        wanted = self._load.intake.wanted
+        if wanted is not None:
+            known = record or ModuleRecord()
+            if id(module) not in self._members or (section, name) not in known.staged:
+                return gaps_outside(known, section, name, tensor.shape, wanted)
         if record is not None and (section, name) in record.gaps:
             return record.gaps[section, name]
         return None if self._load.intake.manifest is None else [full_region(tensor.shape)]
@@ -208,9 +235,11 @@ class Board:
                     ledger=RegionLedger(shape=tuple(tensor.shape)),
                     gaps=gaps,
                     required=isinstance(tensor, nn.Parameter)
+                    and not self._load.partial
                     and not _seeded_whole(record, section, key),
                     shared=self._shared_of(record, section, key),
                     staging=staging,
+                    sources={} if record is None else record.sources.get((section, key), {}),
                 )
                 self.arrivals.watch(entry)
                 self._load.entries.append(entry)
@@ -245,11 +274,84 @@ class Board:
         """Return the unit that ``module`` is in; modules with hooks always are in one."""
         return self._members[id(module)]
 
+    def leave_out(self, missing: list[Entry]) -> list[Entry]:
+        """Let tensors that may stay away keep their values; return those that may not.
+
+        What is processed together stays away as a whole.
+        """
+        if self._load.initial:
+            return missing
+        allowed = {id(entry) for entry in missing if self.completeness.may_miss(entry)}
+        lost = [entry for entry in missing if id(entry) not in allowed]
+        for entry in missing:
+            if id(entry) in allowed and entry.staging is not None and not self._packed(entry):
+                self._fill_from_live(entry)
+                allowed.discard(id(entry))
+        for unit in self.units:
+            absent = [e for e in unit.entries if e.staging is not None and id(e) in allowed]
+            if not absent:
+                continue
+            whole = not any(e.touched for e in unit.entries if e.staging is not None)
+            alone = all(
+                reader is unit or all(hook.rule.role is not Role.QUANT for hook in reader.hooks)
+                for entry in absent
+                for reader in entry.readers
+            )
+            if whole and alone and not any(e in lost for e in unit.entries):
+                self._keep(unit)
+            else:
+                lost += absent
+        for entry in missing:
+            entry.kept = entry not in lost
+        self.kept = [entry.names[0] for entry in missing if entry.kept]
+        return lost
+
+    @staticmethod
+    def _packed(entry: Entry) -> bool:
+        """Whether a hook changes the tensor, so that its live form is another one."""
+        known = (
+            (record_of(module) or ModuleRecord(), sec, name) for module, sec, name in entry.slots
+        )
+        return any((section, name) in record.staged for record, section, name in known)
+
+    def _fill_from_live(self, entry: Entry) -> None:
+        """Give a twin the live values of what stayed away."""
+        module, section, name = entry.slots[0]
+        live = self._members[id(module)].live_tensor(module, section, name)
+        self.arrivals.before_touch(storage_key(entry.tensor) or 0)
+        with torch.no_grad():
+            for region in entry.ledger.missing(entry.gaps or ()):
+                select(entry.tensor, region).copy_(select(live, region))
+
+    def _keep(self, unit: Unit) -> None:
+        """Put the live state of ``unit`` back, of which nothing has arrived."""
+        for hook in unit.hooks:
+            hook.attempted = hook.done = True
+        self._load.grow(-unit.restore())
+        unit.committed = True
+        self._no_longer_stale(unit)
+        for entry in unit.entries:
+            self.arrivals.end(entry)
+
     def plan(self, unit: Unit) -> None:
         """Work out the commit of ``unit``; changes nothing."""
         self._load.grow(unit.allocate())
         if not unit.fresh:
             unit.plan_commit()
+            self._refuse_moved(unit)
+
+    def _refuse_moved(self, unit: Unit) -> None:
+        """With strict storage, refuse what cannot keep its storage, before the commit."""
+        moved = unit.planned_moves
+        if self._load.strict and moved:
+            raise StorageChangedError(
+                f"Processing module {unit.name!r} again gave tensors that kernels know and that "
+                f"cannot keep their storage: {name_some(moved)}. Captured graphs would read the "
+                f"old ones. Give the module a rule with a rebind hook, or pass strict=False if "
+                f"nothing was captured.",
+                module=unit.name,
+                moved=moved[:10],
+            )
 
     def commit(self, unit: Unit) -> None:
         """Copy what was planned for ``unit`` into live storage; its staging is left."""
@@ -257,16 +359,21 @@ class Board:
         self._load.counts.bytes_committed += count.nbytes
         self._load.counts.tensors_derived += count.derived
         self._load.counts.tensors_moved += count.moved
+        self.moved += unit.planned_moves
 
     def release(self, unit: Unit) -> None:
         """End the staging of a committed ``unit`` and close its tensors to further writes."""
         entries = [entry for entry in unit.entries if entry.staging is not None]
         self._load.grow(-unit.release())
+        self._load.counts.layers_staged += 1
+        self._no_longer_stale(unit)
+        for entry in entries:
+            self.arrivals.end(entry)
+
+    def _no_longer_stale(self, unit: Unit) -> None:
         for module in unit.modules.values():
             for key in self._stale_keys.pop(id(module), ()):
                 self._load.stale.pop(key, None)
-        for entry in entries:
-            self.arrivals.end(entry)
 
     def verify(self) -> None:
         """Check that every live tensor is where it was, and that nothing is on meta.
@@ -291,6 +398,25 @@ class Board:
                 f"Live tensors changed during the load: {name_some(problems)}. Captured graphs "
                 f"and kernels that know the old ones are stale; start the engine again."
             )
+
+    def compare(self) -> None:
+        """Compare live tensors with what was sent, if that was asked for.
+
+        Raises:
+            VerificationError: they differ.
+        """
+        if self.verification is not None:
+            self.verification.compare_in_place(self._live_of)
+            self.verification.check()
+
+    def _live_of(self, entry: Entry) -> torch.Tensor | None:
+        """Return the live tensor of an entry, ``None`` if a hook has made it another one."""
+        module, section, name = entry.slots[0]
+        changed = (record_of(module) or ModuleRecord()).staged
+        if any((sec, key) in changed for mod, sec, key in entry.slots if mod is module):
+            return None
+        live: torch.Tensor | None = vars(module)[section].get(name)
+        return live if live is entry.tensor else None
 
     def restore(self) -> None:
         """Put every unit that was not committed back as it was.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import math
 
 import attrs
@@ -28,13 +27,26 @@ class Completeness:
 
     _load: Load
 
-    def missing(self) -> list[str]:
-        """Return the names of the tensors that this load promised and did not bring."""
+    def missing(self) -> list[Entry]:
+        """Return the tensors that this load promised and did not bring."""
         return [
-            f"{entry.names[0]}{missing_part(entry)}{self._needed(entry)}"
+            entry
             for entry in self._load.entries
-            if not entry.closed and self._is_missing(entry)
+            if not entry.closed and not entry.kept and self._is_missing(entry)
         ]
+
+    def describe(self, entries: list[Entry]) -> list[str]:
+        """Return the name of each tensor, with the part that is missing."""
+        return [f"{entry.names[0]}{missing_part(entry)}{self._needed(entry)}" for entry in entries]
+
+    def may_miss(self, entry: Entry) -> bool:
+        """Whether a tensor may stay away, by its own names or by those of its sources."""
+        scope = self._load.scope
+        if self._load.initial or scope.may_miss(*entry.names):
+            return scope.may_miss(*entry.names)
+        sources = {name for name in entry.sources.values() if name is not None}
+        absent = (sources | entry.shared.names) - self._load.intake.seen.keys()
+        return bool(absent) and all(scope.may_miss(name) for name in absent)
 
     def _is_missing(self, entry: Entry) -> bool:
         if not self._load.initial:
@@ -47,12 +59,7 @@ class Completeness:
             return True
         if not (entry.required and self._load.framework.requires_all):
             return False
-        allowed = (
-            fnmatch.fnmatchcase(name, pattern)
-            for name in entry.names
-            for pattern in self._load.allow_missing
-        )
-        return math.prod(entry.ledger.shape) > 0 and not any(allowed)
+        return math.prod(entry.ledger.shape) > 0 and not self.may_miss(entry)
 
     def _names_missing(self, entry: Entry) -> list[str]:
         """Return names that are needed although others brought the whole tensor."""
@@ -117,15 +124,18 @@ class Completeness:
                 place=place,
             )
 
-    def incomplete(self, names: list[str], received: int) -> IncompleteLoadError:
-        """Make the error that says what never arrived."""
+    def incomplete(self, entries: list[Entry], advice: str = "") -> IncompleteLoadError:
+        """Make the error that says which tensors never arrived."""
+        return self.never_came(self.describe(entries), len(self._load.intake.seen), advice)
+
+    def never_came(self, names: list[str], received: int, advice: str = "") -> IncompleteLoadError:
+        """Make the error that says what never arrived, by name."""
         empty = " The source was empty or exhausted." if received == 0 else ""
-        advice = ""
         if not self._load.initial and self._load.intake.manifest is None:
-            advice = f" {self._load.framework.advice}"
+            advice = f"{advice} {self._load.framework.advice}"
         return IncompleteLoadError(
             f"{len(names)} tensors never arrived whole: {name_some(names)}. {received} source "
-            f"tensors were received.{empty}{advice}",
+            f"tensors were received.{empty}{advice and ' ' + advice.strip()}",
             missing=names[:10],
             missing_count=len(names),
             received=received,
@@ -138,10 +148,6 @@ class Completeness:
             IncompleteLoadError: something did not.
         """
         reads = unit.reads if hook.rule.role is Role.QUANT else hook.reads
-        names = [
-            f"{entry.names[0]}{missing_part(entry)}{self._needed(entry)}"
-            for entry in reads
-            if not entry.complete or self._names_missing(entry)
-        ]
-        if unit.staged and names:
-            raise self.incomplete(names, len(self._load.intake.seen))
+        absent = [e for e in reads if not e.complete or self._names_missing(e)]
+        if unit.staged and absent:
+            raise self.incomplete(absent)

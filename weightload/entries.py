@@ -14,6 +14,7 @@ from weightload.intake import Intake
 from weightload.ledger import Region, RegionLedger
 from weightload.observer import Watched
 from weightload.record import SharedRegions, Slot, slots_of
+from weightload.scope import Scope
 from weightload.storage import TensorSpec, select
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ class Entry:
         staging: the memory behind the twin; ``None`` if loaders write to the live tensor.
         watched: the observer's handle.
         closed: whether its unit was processed, so that nothing more may arrive.
+        sources: what the last complete load filled it with: source name by region.
+        kept: whether it stayed away, and keeps its value, as the scope allows.
     """
 
     names: list[str]
@@ -51,6 +54,8 @@ class Entry:
     staging: Staging | None = None
     watched: Watched | None = None
     closed: bool = False
+    sources: dict[Region, str | None] = attrs.field(factory=dict)
+    kept: bool = False
 
     @property
     def touched(self) -> bool:
@@ -132,6 +137,8 @@ class Counts:
     tensors_derived: int = 0
     tensors_moved: int = 0
     hooks_run: int = 0
+    layers_in_place: int = 0
+    layers_staged: int = 0
     staging_peak_bytes: int = 0
 
 
@@ -145,7 +152,8 @@ class Load:
         intake: what has been received.
         initial: whether this is the load that makes the model.
         atomic: whether nothing live may be written before the end.
-        allow_missing: patterns of names that an initial load may leave out.
+        scope: what the load promises to bring.
+        strict: whether tensors that kernels know must keep their storage, wherever they are.
         mark_dirty: to be called before a live byte is written.
         entries: the tensors.
         by_tensor: the entry of each tensor that loaders see, by id.
@@ -159,7 +167,8 @@ class Load:
     intake: Intake
     initial: bool
     atomic: bool
-    allow_missing: tuple[str, ...]
+    scope: Scope
+    strict: bool
     mark_dirty: Callable[[], None]
     entries: list[Entry] = attrs.field(factory=list)
     by_tensor: dict[int, Entry] = attrs.field(factory=dict)
@@ -167,6 +176,11 @@ class Load:
     stale: dict[int, str] = attrs.field(factory=dict)
     counts: Counts = attrs.field(factory=Counts)
     _staged_bytes: int = 0
+
+    @property
+    def partial(self) -> bool:
+        """Whether the load brings some names only."""
+        return self.intake.wanted is not None
 
     @property
     def teaches(self) -> bool:
@@ -187,6 +201,8 @@ class Load:
     def close(self) -> None:
         """Let go of the model."""
         loaded = [entry for entry in self.entries if entry.ledger.touched]
+        in_place = {id(entry.slots[0][0]) for entry in loaded if entry.staging is None}
+        self.counts.layers_in_place = len(in_place)
         self.counts.tensors_staged = sum(entry.staging is not None for entry in loaded)
         self.counts.tensors_in_place = len(loaded) - self.counts.tensors_staged
         for collection in (

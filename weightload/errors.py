@@ -16,7 +16,8 @@
     ├── ModelError                  the model's own code does not keep the contract
     │   ├── UnclassifiedModuleError     no rule says what this module needs
     │   ├── ProcessingError             a post-processing hook raised
-    │   └── StorageChangedError         a live tensor could not keep its storage
+    │   ├── StorageChangedError         a live tensor could not keep its storage
+    │   └── VerificationError           a live tensor does not hold what was sent
     ├── ModelPoisonedError          the model holds a mixture of old and new weights
     └── UnsupportedError            refused before any write
 
@@ -48,6 +49,7 @@ __all__ = [
     "UnexpectedWeightError",
     "UnsupportedError",
     "UsageError",
+    "VerificationError",
     "WeightLoadError",
     "WeightMismatchError",
     "name_some",
@@ -178,6 +180,10 @@ class ProcessingError(ModelError):
 
 class StorageChangedError(ModelError):
     """A live tensor could not keep its storage, shape, stride, dtype or device."""
+
+
+class VerificationError(ModelError):
+    """Live tensors do not hold what was sent, or ranks that must agree do not."""
 
 
 class ModelPoisonedError(WeightLoadError):

@@ -79,6 +79,15 @@ class Framework:
     def adopt(self, model: nn.Module) -> None:
         """Learn what can be learned about a model that was loaded without a session."""
 
+    def captured(self, model: nn.Module) -> bool:
+        """Whether graphs were captured that know the addresses of the model's tensors."""
+        return False
+
+    def is_terminal(self, error: BaseException) -> bool:
+        """Whether ``error`` leaves the process unable to compute, such as a device that failed."""
+        lost: type[BaseException] | None = getattr(torch, "AcceleratorError", None)
+        return lost is not None and isinstance(error, lost)
+
     def before_processing(self, model: nn.Module) -> None:
         """Do what comes between the first load and the hooks."""
 

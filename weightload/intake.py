@@ -16,11 +16,32 @@ from weightload.errors import (
     name_some,
 )
 from weightload.record import SourceFact
+from weightload.scope import Scope
 from weightload.storage import storage_key
+from weightload.verifying import Verification
 
-__all__ = ["Intake", "pairs_of", "unpack"]
+__all__ = ["Intake", "finite", "pairs_of", "unpack", "wide_floats"]
 
 Pair = tuple[str, torch.Tensor]
+
+_WIDE = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+
+
+def wide_floats(*dtypes: torch.dtype | None) -> bool:
+    """Whether all are floats of 16 bits or more, between which values may be cast.
+
+    A narrower float goes with a scale, and an integer with a packing; neither is cast.
+    """
+    return all(dtype in _WIDE for dtype in dtypes)
+
+
+def finite(tensor: torch.Tensor) -> bool:
+    """Whether no element is NaN or infinite; one pass, without memory of the tensor's size."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    values = tensor.detach()
+    low, high = torch.aminmax(values if wide_floats(values.dtype) else values.float())
+    return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
 def pairs_of(weights: Mapping[str, torch.Tensor] | Iterable[Pair]) -> Iterable[Pair]:
@@ -59,6 +80,9 @@ class Intake:
 
     Attributes:
         manifest: the source names of the load that made the model, if they are known.
+        scope: what this session promises to bring.
+        wanted: the source names that a partial load brings; ``None`` if it brings all.
+        check_finite: whether to refuse NaN and infinity.
         lenient: let a name come again; the last one counts, as in a framework's own first load.
         seen: every name that came, with whether it filled something.
         current: the name whose tensor the model's loaders hold now.
@@ -69,9 +93,14 @@ class Intake:
         casts: names of tensors that were stored in another dtype.
         broadcast: names of tensors that a loader spread over a larger place.
         unclaimed: tensors that filled something in the load that made the model, and nothing now.
+        dropped: names that came, and that the scope allows to drop.
+        verification: what is compared at the end, if that was asked for.
     """
 
     manifest: Mapping[str, SourceFact] | None
+    scope: Scope = attrs.field(factory=Scope)
+    wanted: frozenset[str] | None = None
+    check_finite: bool = False
     lenient: bool = False
     seen: dict[str, SourceFact] = attrs.field(factory=dict)
     current: str | None = None
@@ -81,7 +110,10 @@ class Intake:
     casts: set[str] = attrs.field(factory=set)
     broadcast: set[str] = attrs.field(factory=set)
     unclaimed: dict[str, torch.Tensor] = attrs.field(factory=dict)
+    dropped: set[str] = attrs.field(factory=set)
+    verification: Verification | None = None
     _held: dict[str, torch.Tensor] = attrs.field(factory=dict)
+    _found_finite: dict[str, int] = attrs.field(factory=dict)
     _by_storage: dict[int, list[_Place]] = attrs.field(factory=dict)
     _batch: list[str] = attrs.field(factory=list)
 
@@ -89,8 +121,9 @@ class Intake:
         """Check one pair against what is known, before the model's loaders see it.
 
         Raises:
-            WeightMismatchError: it is no name and tensor with data, or has another shape than in
-                the load that made the model.
+            WeightMismatchError: it is no name and tensor with data, has another shape or type
+                than in the load that made the model, or holds NaN or infinity and must not.
+            UnexpectedWeightError: the scope does not name it.
             DuplicateWeightError: the name came before in this session.
         """
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
@@ -98,6 +131,8 @@ class Intake:
                 f"A source yields (name, tensor) pairs; found "
                 f"({type(name).__name__}, {type(tensor).__name__})."
             )
+        if self.drops(name):
+            return
         if tensor.is_meta:
             raise WeightMismatchError(
                 f"{name!r} is on the meta device and has no data. Send real tensors.", name=name
@@ -106,16 +141,39 @@ class Intake:
             raise DuplicateWeightError(
                 f"{name!r} arrived twice in this session. Send each tensor once.", name=name
             )
-        self.check_shape(name, tuple(tensor.shape))
+        self.check_form(name, tuple(tensor.shape), tensor.dtype)
+        if self.check_finite and self._found_finite.get(name) != id(tensor):
+            if not finite(tensor):
+                self._refuse_values(name, tensor)
+            self._found_finite[name] = id(tensor)
 
-    def check_shape(self, name: str, shape: tuple[int, ...]) -> None:
-        """Compare a shape with the one of the load that made the model, if it is known.
+    def drops(self, name: str) -> bool:
+        """Whether the model has no place for ``name``, and the scope allows that it comes."""
+        known = self.manifest is not None and name in self.manifest
+        return not known and self.scope.may_come(name)
+
+    def check_form(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> None:
+        """Compare shape and type with those of the load that made the model, if it is known.
+
+        Args:
+            name: source name.
+            shape: what it brings.
+            dtype: what it brings; ``None`` if that is not known yet.
 
         Raises:
-            WeightMismatchError: they differ.
+            UnexpectedWeightError: the scope does not name it.
+            WeightMismatchError: they differ. Only between floats of 16 bits or more may the type.
         """
+        if self.wanted is not None and name not in self.wanted:
+            raise UnexpectedWeightError(
+                f"{name!r} is not in the scope of this session, which brings "
+                f"{name_some(sorted(self.wanted))}.",
+                name=name,
+            )
         fact = self.manifest.get(name) if self.manifest is not None else None
-        if fact is not None and fact.shape != shape:
+        if fact is None:
+            return
+        if fact.shape != shape:
             raise WeightMismatchError(
                 f"{name!r} has shape {shape}; the model was made from shape {fact.shape}. "
                 f"Tensors are never broadcast or cut.",
@@ -123,6 +181,25 @@ class Intake:
                 expected=fact.shape,
                 found=shape,
             )
+        same = None in (dtype, fact.dtype) or dtype == fact.dtype
+        if not same and not wide_floats(dtype, fact.dtype):
+            raise WeightMismatchError(
+                f"{name!r} has type {dtype}; the model was made from {fact.dtype}. Values are "
+                f"cast only between floats of 16 bits or more.",
+                name=name,
+                expected=str(fact.dtype),
+                found=str(dtype),
+            )
+
+    def _refuse_values(self, name: str, tensor: torch.Tensor) -> None:
+        values = tensor.detach().float() if not wide_floats(tensor.dtype) else tensor.detach()
+        index = tuple(torch.nonzero(~torch.isfinite(values))[0].tolist())
+        raise WeightMismatchError(
+            f"{name!r} holds {float(values[index])} at index {list(index)}, and this session was "
+            f"opened with check_finite=True.",
+            name=name,
+            index=list(index),
+        )
 
     def read(self, weights: Mapping[str, torch.Tensor] | Iterable[Pair]) -> list[Pair]:
         """Return what a source holds, and remember it if the source itself raises."""
@@ -151,6 +228,9 @@ class Intake:
             for pair in self._read(weights):
                 name, tensor = unpack(pair)
                 self.check_pair(name, tensor)
+                if self.drops(name):
+                    self.dropped.add(name)
+                    continue
                 handed = tensor.detach().clone() if borrowed else tensor
                 self._begin(name, handed)
                 yield name, handed
@@ -171,8 +251,10 @@ class Intake:
 
     def _begin(self, name: str, tensor: torch.Tensor) -> None:
         self.current = name
-        self.seen[name] = SourceFact(shape=tuple(tensor.shape))
+        self.seen[name] = SourceFact(shape=tuple(tensor.shape), dtype=tensor.dtype)
         self._batch.append(name)
+        if self.verification is not None:
+            self.verification.receive(name, tensor)
         self.nbytes += tensor.numel() * tensor.element_size()
         key = storage_key(tensor)
         if key is not None:
@@ -216,6 +298,7 @@ class Intake:
         """
         batch, self._batch = self._batch, []
         self._by_storage.clear()
+        self._found_finite.clear()
         self.current = None
         self.unclaimed.update((name, tensor.clone()) for name, tensor in self._held.items())
         self._held.clear()

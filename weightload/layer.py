@@ -7,6 +7,7 @@ hook changes.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import attrs
@@ -146,6 +147,12 @@ class Unit:
             placed[id(module), slot.section, slot.name] = (twin, staging)
         return placed
 
+    def live_tensor(self, module: nn.Module, section: str, name: str) -> torch.Tensor:
+        """Return the tensor that was in a slot when the unit was parked."""
+        [state] = [live for live in self._live if live.owner is module]
+        tensor: torch.Tensor = state.contents[section][name]
+        return tensor
+
     def point_aliases(self) -> None:
         """Let attributes that name a tensor of the model name its twin, once all are in place."""
         for change in reversed(self.changes):
@@ -185,6 +192,24 @@ class Unit:
     def changes_something(self) -> bool:
         """Whether the planned commit changes anything that computes."""
         return any(plan.changes_something for plan in self._plan)
+
+    @property
+    def planned_moves(self) -> list[str]:
+        """What cannot keep its storage in the planned commit, as text with the reason."""
+        return [
+            text
+            for plan in self._plan
+            for text in (
+                *plan.found.moved,
+                *(f"{path}: opaque, made anew" for path in getattr(plan.found, "opaque_paths", ())),
+            )
+        ]
+
+    def planned_copies(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """Yield name, live tensor and new tensor of every copy that a commit is going to make."""
+        for plan in self._plan:
+            for old, new in (*plan.slot_copies, *plan.found.copies):
+                yield f"{self.name} ({type(plan.live.owner).__name__})", old, new
 
     def commit(self) -> CommitCount:
         """Copy new values into live storage and put the live tensors back in their places."""

@@ -90,6 +90,9 @@ class Learning:
         for entry in self._load.entries:
             for module, section, name in entry.slots:
                 make_record(module).tainted.discard((section, name))
+            if entry.touched and named and not self._load.partial:
+                for module, section, name in entry.slots:
+                    make_record(module).sources[section, name] = entry.ledger.written
             if entry.gaps is None and named:
                 for module, section, name in entry.slots:
                     record = make_record(module)

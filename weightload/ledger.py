@@ -197,6 +197,11 @@ class RegionLedger:
         return any(meet(region, other) for other in self.missing())
 
     @property
+    def written(self) -> dict[Region, str | None]:
+        """The source of each region that was written, in order of arrival."""
+        return dict(self._written)
+
+    @property
     def touched(self) -> bool:
         """Whether anything arrived."""
         return bool(self._written)

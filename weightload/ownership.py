@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from weightload.session import WeightLoadSession
 
 __all__ = [
+    "ForwardGuard",
     "Poison",
     "claim",
     "current_session",
@@ -57,6 +58,7 @@ class Poison:
         step: the step that failed, such as ``"load"`` or ``"process"``.
         module: qualified name of the module at fault, if one is known.
         cause: type and text of the error.
+        terminal: whether no load can cure it, only a new process.
     """
 
     session: int
@@ -64,6 +66,24 @@ class Poison:
     step: str
     module: str | None
     cause: str
+    terminal: bool = False
+
+    def error(self) -> ModelPoisonedError:
+        """Make the error that a poisoned model answers with."""
+        where = f" at module {self.module!r}" if self.module else ""
+        advice = (
+            "No load can cure that; start the process again."
+            if self.terminal
+            else "Load a complete set of weights before using it."
+        )
+        return ModelPoisonedError(
+            f"The model must not be used: session {self.session} failed in step "
+            f"{self.step!r}{where} ({self.cause}) after it had written live weights. {advice}",
+            model_intact=False,
+            session=self.session,
+            step=self.step,
+            terminal=self.terminal,
+        )
 
 
 _versions: WeakKeyDictionary[Any, str | int | None] = WeakKeyDictionary()
@@ -160,21 +180,70 @@ def open_session(model: Any) -> WeightLoadSession | None:
     return owner if owner is not None and owner.model is model else None
 
 
-def record_version(model: Any, version: str | int | None) -> None:
-    """Note that ``model`` now serves ``version``; clears poison. Called by a full finish only."""
+class ForwardGuard:
+    """Stands in the place of a poisoned module's ``forward`` and refuses to compute.
+
+    Modules that a session calls while it cures the model compute as ever.
+    """
+
+    def __init__(self, module: Any, poison: Poison) -> None:
+        mine = vars(module)
+        self._poison = poison
+        self._own = mine.get("forward")
+        self._forward = module.forward
+        mine["forward"] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse.
+
+        Raises:
+            ModelPoisonedError: always, but from inside a session.
+        """
+        if current_session() is None:
+            raise self._poison.error()
+        return self._forward(*args, **kwargs)
+
+    @classmethod
+    def remove(cls, module: Any) -> None:
+        """Put the module's own ``forward`` back, if it is guarded."""
+        mine = vars(module)
+        guard = mine.get("forward")
+        if not isinstance(guard, cls):
+            return
+        if guard._own is None:
+            del mine["forward"]
+        else:
+            mine["forward"] = guard._own
+
+
+def record_version(model: Any, version: str | int | None, *, cured: bool = True) -> None:
+    """Note that ``model`` now serves ``version``.
+
+    Args:
+        model: the root module.
+        version: what the weights are called.
+        cured: whether everything was loaded, which clears poison.
+    """
     for module in model.modules():
         _versions[module] = version
-        _poisons.pop(module, None)
+        if cured and _poisons.pop(module, None) is not None:
+            ForwardGuard.remove(module)
 
 
 def record_poison(model: Any, poison: Poison) -> None:
     """Mark ``model`` as holding a mixture, until a session with full scope finishes.
 
-    Models that share a module with it are marked as well, through that module.
+    Models that share a module with it are marked as well, through that module. From then on the
+    ``forward`` of every module refuses. A terminal poison is not replaced by another one.
     """
     for module in model.modules():
         _versions[module] = None
+        before = _poisons.get(module)
+        if before is not None and before.terminal:
+            continue
         _poisons[module] = poison
+        ForwardGuard.remove(module)
+        ForwardGuard(module, poison)
 
 
 def weights_version(model: Any) -> str | int | None:
@@ -204,12 +273,4 @@ def require_usable(model: Any) -> None:
     """
     poison = poison_of(model)
     if poison is not None:
-        where = f" at module {poison.module!r}" if poison.module else ""
-        raise ModelPoisonedError(
-            f"The model holds a mixture of old and new weights: session {poison.session} failed "
-            f"in step {poison.step!r}{where} ({poison.cause}). Load a complete set of weights "
-            f"before using it.",
-            model_intact=False,
-            session=poison.session,
-            step=poison.step,
-        )
+        raise poison.error()

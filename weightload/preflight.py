@@ -35,6 +35,8 @@ def check_pairs(board: Board, model: nn.Module, intake: Intake, pairs: list[Any]
     for pair in pairs:
         name, tensor = unpack(pair)
         intake.check_pair(name, tensor)
+        if intake.drops(name):
+            continue
         if name in names:
             raise DuplicateWeightError(
                 f"{name!r} stands twice in one source. Send each tensor once.", name=name
@@ -49,7 +51,7 @@ def check_set(
     board: Board,
     model: nn.Module,
     intake: Intake,
-    weights: Mapping[str, torch.Tensor | tuple[int, ...]],
+    weights: Mapping[str, Any],
     *,
     complete: bool,
 ) -> None:
@@ -65,8 +67,13 @@ def check_set(
     known = 0
     getter = getattr(weights, "tensor", None)
     for name, value in weights.items():
-        shape = tuple(value.shape) if isinstance(value, torch.Tensor) else tuple(value)
-        intake.check_shape(name, shape)
+        if intake.drops(name):
+            known += 1
+            continue
+        shape, dtype = _form_of(value)
+        intake.check_form(name, shape, dtype)
+        if intake.check_finite and isinstance(value, torch.Tensor):
+            intake.check_pair(name, value)
         if name in manifest:
             known += 1
         elif isinstance(value, torch.Tensor):
@@ -77,11 +84,24 @@ def check_set(
     absent = [
         name
         for name, fact in manifest.items()
-        if fact.consumed and name not in weights and name not in intake.seen
+        if fact.consumed
+        and name not in weights
+        and name not in intake.seen
+        and (intake.wanted is None or name in intake.wanted)
+        and not intake.scope.may_miss(name, fact.place or name)
     ]
     # With names of its own a source may bring the same things; only the regions can tell then.
     if complete and absent and known == len(weights):
-        raise board.completeness.incomplete(absent, len(weights))
+        raise board.completeness.never_came(absent, len(weights))
+
+
+def _form_of(value: Any) -> tuple[tuple[int, ...], torch.dtype | None]:
+    """Return shape and type of a tensor, of a shape, or of a pair of a shape and a type."""
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.dtype
+    if len(value) == 2 and isinstance(value[1], torch.dtype):
+        return tuple(value[0]), value[1]
+    return tuple(value), None
 
 
 def _rehearse(board: Board, model: nn.Module, intake: Intake, pairs: list[Pair]) -> None:

@@ -212,6 +212,8 @@ class ModuleRecord:
         staged: the tensors that a hook changed, by section and name.
         gaps: for each tensor, the regions that the load which made the model did not bring.
         shared: for each tensor, the regions that several source tensors fill.
+        sources: for each tensor, the regions that the last complete load filled, and the source
+            name of each.
         tainted: the tensors that a first load filled before it failed, so that nobody knows what
             they were constructed with.
         keepalive: what the last hook made and an opaque object may point at.
@@ -226,6 +228,7 @@ class ModuleRecord:
     staged: dict[tuple[str, str], StagedSlot] = attrs.field(factory=dict)
     gaps: dict[tuple[str, str], list[Region]] = attrs.field(factory=dict)
     shared: dict[tuple[str, str], SharedRegions] = attrs.field(factory=dict)
+    sources: dict[tuple[str, str], dict[Region, str | None]] = attrs.field(factory=dict)
     tainted: set[tuple[str, str]] = attrs.field(factory=set)
     keepalive: list[torch.Tensor] = attrs.field(factory=list)
     manifest: dict[str, SourceFact] | None = None
@@ -274,12 +277,14 @@ class SourceFact:
 
     Attributes:
         shape: shape of the tensor that came under it.
+        dtype: its type of elements.
         consumed: whether it filled anything.
         broadcast: whether the model's loader spread it over a larger place.
         place: qualified name of the first tensor that it filled.
     """
 
     shape: tuple[int, ...]
+    dtype: torch.dtype | None = None
     consumed: bool = False
     broadcast: bool = False
     place: str | None = None

@@ -5,7 +5,6 @@ This is the only place that orders the phases and moves the state.
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,26 +17,34 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from weightload import ownership, preflight
 from weightload.board import Board
+from weightload.closing import make_receipt
 from weightload.errors import (
     InvalidTransitionError,
     SessionMisnestedError,
     UnexpectedWeightError,
+    UnsupportedError,
     UsageError,
     WeightLoadError,
 )
 from weightload.framework import Framework
 from weightload.gate import Gate
 from weightload.intake import Intake, pairs_of
-from weightload.layer import Hook, Unit
+from weightload.processing import Processing
+from weightload.progress import Progress
 from weightload.receipt import Receipt
 from weightload.record import make_record, record_of
 from weightload.registry import Role
+from weightload.scope import Scope
 from weightload.states import Event, SessionState
+from weightload.verifying import Verification, Verify
 
 __all__ = ["WeightLoadSession"]
 
 Weights = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 Commit = Literal["stream", "atomic"]
+Version = str | int | None
+Publish = Callable[[Version, Version], object]
+Veto = Callable[[nn.Module], str | None]
 
 
 class WeightLoadSession:
@@ -63,8 +70,21 @@ class WeightLoadSession:
         commit: ``"stream"`` processes and commits each unit as soon as it is complete, so that
             the extra memory is about one layer. ``"atomic"`` writes nothing live before
             everything has arrived, was processed and fits, at the price of one staged model.
-        allow_missing: names or patterns (as in :mod:`fnmatch`) of parameters that an initial load
-            may leave at the value that they were constructed with.
+        scope: what this load promises to bring, everything by default. A promise is kept exactly:
+            nothing less may come, and nothing else.
+        check_finite: refuse NaN and infinity, at the price of reading every tensor once more.
+        strict: refuse to go on when a tensor outside parameters and buffers that kernels may know
+            cannot keep its storage, or an opaque object is made anew. By default what the
+            framework says: whether graphs were captured.
+        verify: compare live tensors with what was sent before ``finish`` returns. ``"full"``
+            compares each tensor that was written in place with a digest of its source, and
+            processes each staged unit a second time; ``"sampled"`` does that for about one of
+            64, others in each version.
+        publish: called after everything else, as ``callback(old_version, new_version)``: the
+            place to drop what was computed with the old weights. If one raises, the others are
+            called nevertheless, and the model is poisoned.
+        veto: called before anything else, as ``callback(model)``: what returns a reason refuses
+            the load.
 
     Attributes:
         id: number of the session in this process.
@@ -79,31 +99,48 @@ class WeightLoadSession:
         model: nn.Module,
         *,
         framework: Framework | None = None,
-        version: str | int | None = None,
+        version: Version = None,
         commit: Commit = "stream",
-        allow_missing: Iterable[str] = (),
+        scope: Scope | None = None,
+        check_finite: bool = False,
+        strict: bool | None = None,
+        verify: Verify | None = None,
+        publish: Iterable[Publish] = (),
+        veto: Iterable[Veto] = (),
     ) -> None:
         if not isinstance(model, nn.Module):
             raise UsageError(f"A session loads a torch.nn.Module, found {type(model).__name__}.")
         if commit not in ("stream", "atomic"):
             raise UsageError(f"commit is 'stream' or 'atomic', found {commit!r}.")
+        if verify not in (None, "sampled", "full"):
+            raise UsageError(f"verify is None, 'sampled' or 'full', found {verify!r}.")
+        if not isinstance(scope, Scope | None):
+            raise UsageError(
+                f"scope is a Scope, such as Scope.full() or Scope.only(names), found "
+                f"{type(scope).__name__}."
+            )
         self.id = ownership.new_session_id()
         self.model = model
         self.version = version
-        self._gate = Gate(self.id)
+        self.scope = Scope() if scope is None else scope
         self.receipt: Receipt | None = None
         self.opener: str | None = None
+        self._gate = Gate(self.id)
         self._commit: Commit = commit
-        self._allow_missing = tuple(allow_missing)
+        self._check_finite = check_finite
+        self._strict = strict
+        self._verify: Verify | None = verify
+        self._publish = tuple(publish)
+        self._veto = tuple(veto)
         self._framework = framework
         self._kind = "reload"
         self._board: Board | None = None
+        self._processing: Processing | None = None
         self._intake = Intake(manifest=None)
-        self._dirty = False
-        self._step = "prepare"
-        self._module: str | None = None
-        self._seconds: dict[str, float] = {}
-        self._scope: Any = None
+        self._progress = Progress()
+        self._sealed = False
+        self._kept = False
+        self._block: Any = None
 
     def __repr__(self) -> str:
         model = type(self.model).__name__
@@ -127,10 +164,21 @@ class WeightLoadSession:
         Raises:
             InvalidTransitionError: the session was prepared before.
             ModelBusyError, SessionMisnestedError: another session owns a module of the model.
+            ModelPoisonedError: only a complete load cures the model, or nothing does.
+            CheckpointError: the scope names what the model does not have, or splits what is
+                processed together.
             UnclassifiedModuleError: a module has a hook and no rule.
-            UnsupportedError: this model cannot be reloaded right; the message says what to do.
+            UnsupportedError: a veto, or this model cannot be reloaded right; the message says
+                what to do.
         """
         with self._gate.call("prepare", Event.PREPARE):
+            for veto in self._veto:
+                reason = veto(self.model)
+                if reason:
+                    raise UnsupportedError(f"The load was refused before it began: {reason}")
+            poison = ownership.poison_of(self.model)
+            if poison is not None and (poison.terminal or not self.scope.is_full):
+                raise poison.error()
             modules = dict(self.model.named_modules())
             ownership.claim(self, modules)
             self._gate.move(Event.PREPARE)
@@ -170,7 +218,7 @@ class WeightLoadSession:
                 board.framework.load(self.model, feed)
                 self._not_swallowed(board)
                 self._drained(feed)
-                self._settle()
+                self._process().settle()
                 self._intake.end_batch()
 
     def load_through(self, run: Callable[[], Any]) -> None:
@@ -199,23 +247,22 @@ class WeightLoadSession:
                 with self._failing("load"), self._loading() as board:
                     run()
                     self._not_swallowed(board)
-                    self._settle()
+                    self._process().settle()
                     self._intake.end_batch()
             finally:
                 mine.pop("load_weights", None)
                 mine.update(kept)
 
-    def check(
-        self, weights: Mapping[str, torch.Tensor | tuple[int, ...]], *, complete: bool
-    ) -> None:
+    def check(self, weights: Mapping[str, Any], *, complete: bool) -> None:
         """Check a whole set of names and shapes before any of it is written.
 
         The data of a tensor is looked at only if the load that made the model did not have its
         name: then the model's loaders are asked to take it, without any write.
 
         Args:
-            weights: every tensor that is going to be loaded, or its shape. A mapping of shapes
-                may have a method ``tensor(name)`` that gets the tensor.
+            weights: for every name that is going to be loaded the tensor, or its shape, or a pair
+                of its shape and its dtype. A mapping of those may have a method ``tensor(name)``
+                that gets the tensor.
             complete: whether nothing else will be loaded in this session.
 
         Raises:
@@ -224,8 +271,35 @@ class WeightLoadSession:
         with self._gate.call("check", None), self._failing("check"), self._loading() as board:
             preflight.check_set(board, self.model, self._intake, weights, complete=complete)
 
+    def seal(self) -> dict[str, Any]:
+        """Check that everything has come, and process it; ``finish`` is what commits.
+
+        With ``commit="atomic"`` nothing live has been written then, and nothing of the commit can
+        be refused any more: the moment at which several ranks agree to commit, or abort. With
+        ``commit="stream"`` most has been committed already. ``finish`` does this itself if it was
+        not called.
+
+        Returns:
+            What ranks compare before they go on: ``names``, how many came, and ``digest`` of what
+            came, with ``verify``.
+
+        Raises:
+            InvalidTransitionError: the session is not prepared, or has ended.
+            IncompleteLoadError: something never arrived; all names are in the message.
+            ModelError: a hook raised, or a live tensor could not keep its storage.
+        """
+        with self._gate.call("seal", Event.SEAL):
+            self._gate.move(Event.SEAL)
+            with self._failing("seal"):
+                self._seal()
+            verification = self._opened().verification
+            return {
+                "names": len(self._intake.seen),
+                "digest": None if verification is None else verification.digest,
+            }
+
     def finish(self) -> Receipt:
-        """Process and commit what is left, and verify the model.
+        """Process and commit what is left, verify the model, and publish it.
 
         Returns:
             What was done. The model is then exactly what a fresh load would have given.
@@ -233,18 +307,23 @@ class WeightLoadSession:
         Raises:
             InvalidTransitionError: the session is not prepared, or has ended.
             IncompleteLoadError: something never arrived; all names are in the message.
-            ModelError: a hook raised, or a live tensor could not keep its storage.
+            ModelError: a hook raised, or a live tensor could not keep its storage, or does not
+                hold what was sent.
+
+        What a publish callback raises reaches the caller as it is.
         """
         with self._gate.call("finish", Event.FINISH):
             self._gate.move(Event.FINISH)
             with self._failing("finish"):
+                self._seal()
                 self._finish()
+            with self._failing("publish"):
+                self._announce()
             self._gate.move(Event.DONE)
-            ownership.record_version(self.model, self.version)
             self._close()
             return self._make_receipt(None)
 
-    def abort(self, cause: str = "aborted by the caller") -> Receipt:
+    def abort(self, cause: str = "aborted by the caller", *, terminal: bool = False) -> Receipt:
         """End the session without finishing it. This is not a rollback.
 
         The structure is restored: live tensors are back in their places and the model can be
@@ -253,10 +332,14 @@ class WeightLoadSession:
 
         Args:
             cause: why, for the receipt.
+            terminal: poison the model for good, because of a fault that nothing but a new process
+                cures, such as a broken device context.
         """
-        event = Event.ABORT_DIRTY if self._dirty else Event.ABORT_CLEAN
+        if terminal and self.state.open:
+            self._progress.mark_dirty()
+        event = Event.ABORT_DIRTY if self._progress.dirty else Event.ABORT_CLEAN
         with self._gate.call("abort", event):
-            self._end(cause)
+            self._end(cause, terminal=terminal)
             return self._make_receipt(cause)
 
     def process_quant(self, module: nn.Module) -> bool:
@@ -289,8 +372,8 @@ class WeightLoadSession:
 
     def __enter__(self) -> WeightLoadSession:
         self.prepare()
-        self._scope = ownership.entered(self)
-        self._scope.__enter__()
+        self._block = ownership.entered(self)
+        self._block.__enter__()
         return self
 
     def __exit__(
@@ -299,7 +382,7 @@ class WeightLoadSession:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        scope, self._scope = self._scope, None
+        scope, self._block = self._block, None
         inner = ownership.current_session()
         misnested = None
         if inner is not None and inner is not self:
@@ -353,22 +436,56 @@ class WeightLoadSession:
             # Nobody knows which values no checkpoint brings. Nothing live is written before it
             # is sure that everything came.
             self._commit = "atomic"
-        self._intake = Intake(manifest=manifest)
+        self._intake = Intake(
+            manifest=manifest,
+            scope=self.scope,
+            wanted=self._wanted(manifest),
+            check_finite=self._check_finite,
+        )
+        if self._verify is not None:
+            salt = str(self.version)
+            self._intake.verification = Verification(mode=self._verify, salt=salt)
+        strict = self._framework.captured(self.model) if self._strict is None else self._strict
         self._board = Board(
-            mark_dirty=self.mark_dirty,
+            mark_dirty=self._progress.mark_dirty,
             framework=self._framework,
             modules=modules,
             intake=self._intake,
             initial=self._kind == "initial",
             atomic=self._commit == "atomic",
-            allow_missing=self._allow_missing,
+            scope=self.scope,
+            strict=strict,
+        )
+        self._processing = Processing(
+            board=self._board, progress=self._progress, stream=self._commit == "stream"
         )
         self._board.open()
+
+    def _wanted(self, manifest: Mapping[str, Any] | None) -> frozenset[str] | None:
+        """Return the names that a partial load brings.
+
+        Raises:
+            UnsupportedError: nobody knows what the names mean, before a first complete load.
+        """
+        if self.scope.is_full:
+            return None
+        if manifest is None:
+            raise UnsupportedError(
+                "A load of some names only needs to know which names fill what; load everything "
+                "through a session once before."
+            )
+        wanted = self.scope.resolve(manifest)
+        return frozenset(name for name in wanted if manifest[name].consumed) or wanted
 
     def _opened(self) -> Board:
         if self._board is None:
             raise InvalidTransitionError("The session is not prepared; call prepare() first.")
         return self._board
+
+    def _process(self) -> Processing:
+        if self._processing is None:
+            raise InvalidTransitionError("The session is not prepared; call prepare() first.")
+        return self._processing
 
     # ------------------------------------------------------------------ loading
 
@@ -379,12 +496,7 @@ class WeightLoadSession:
             yield board
 
     def _feed(self, weights: Iterable[tuple[str, torch.Tensor]], borrowed: bool) -> Iterator[Any]:
-        return self._intake.feed(weights, borrowed=borrowed, between=self._settle)
-
-    def _settle(self) -> None:
-        """Process the units that became complete, now that no loader is at work on them."""
-        for unit in self._opened().arrivals.take_ready():
-            self._process(unit, [hook for hook in unit.hooks if hook.rule.role is Role.QUANT])
+        return self._intake.feed(weights, borrowed=borrowed, between=self._process().settle)
 
     def _not_swallowed(self, board: Board) -> None:
         """Raise what interrupted the loaders, if they went on as if nothing had happened."""
@@ -407,97 +519,80 @@ class WeightLoadSession:
             board = self._opened()
             if self.state is SessionState.PREPARED:
                 self._gate.move(Event.LOAD)
-            hook = board.hook_of(module, role)
-            if hook is None or hook.attempted:
-                return False
-            unit = board.unit_of(module)
-            waiting = [
-                other.name
-                for other in board.hooks
-                if role is Role.ATTENTION
-                and other.rule.role is Role.QUANT
-                and not other.attempted
-                and any(other.module is inner for inner in module.modules())
-            ]
-            if waiting:
-                raise UsageError(
-                    f"Attention module {hook.name!r} contains {', '.join(waiting)}, not yet "
-                    f"quantised; call process_quant on it first.",
-                    module=hook.name,
-                )
-            board.completeness.check_complete(unit, hook)
             with ownership.entered(self), board.framework.ambient(self.model):
-                self._process(unit, [hook])
-            return True
+                return self._process().early(module, role)
 
-    def _process(self, unit: Unit, hooks: list[Hook]) -> None:
-        """Run hooks, and commit the unit when it has no others to wait for."""
-        board = self._opened()
-        self._step = "process"
-        with _disable_current_modes(), self._timed("process"):
-            for hook in hooks:
-                if not hook.attempted:
-                    self._module = hook.name
-                    board.learning.run_hook(unit, hook)
-            self._module = None
-            if self._commit == "stream" and unit.staged and all(h.done for h in unit.hooks):
-                board.plan(unit)
-                self._commit_unit(unit)
-                board.release(unit)
-        self._step = "load" if self.state is SessionState.LOADING else "finish"
-
-    def _commit_unit(self, unit: Unit) -> None:
-        self._step = "commit"
-        self._module = unit.name
-        if unit.changes_something:
-            self.mark_dirty()
-        self._opened().commit(unit)
-        self._module = None
-
-    def mark_dirty(self) -> None:
-        """Note that a live byte is about to be written: from now on an abort poisons."""
-        self._dirty = True
-
-    def _finish(self) -> None:
-        board = self._opened()
-        lost = board.completeness.missing()
+    def _seal(self) -> None:
+        """Check that everything came, run the hooks that are left, plan the commits."""
+        if self._sealed:
+            return
+        board, processing = self._opened(), self._process()
+        missing = board.completeness.missing()
+        lost = board.leave_out(missing)
+        self._kept = len(lost) < len(missing) and self._kind == "reload"
+        if self._kept and ownership.poison_of(self.model) is not None:
+            lost = missing
         if lost:
-            raise board.completeness.incomplete(lost, len(self._intake.seen))
+            poisoned = self._kept and "The model is poisoned, so that nothing may stay away."
+            raise board.completeness.incomplete(lost, poisoned or "")
+        if self._intake.wanted is not None:
+            absent = sorted(self._intake.wanted - self._intake.seen.keys())
+            if absent:
+                raise board.completeness.never_came(absent, len(self._intake.seen))
         board.completeness.check_overlaps()
         board.completeness.check_unclaimed()
         with ownership.entered(self), board.framework.ambient(self.model):
             if self._kind == "initial":
                 board.framework.before_processing(self.model)
                 board.learning.start_learning()
-            for hook in board.hooks:
-                if not hook.done:
-                    self._process(board.unit_of(hook.module), [hook])
-            waiting = [unit for unit in board.units if unit.staged]
-            for unit in waiting:
-                board.plan(unit)
-            with self._timed("commit"):
-                for unit in waiting:
-                    self._commit_unit(unit)
-                for unit in waiting:
-                    board.release(unit)
+            processing.rest()
+            processing.plan_all()
+        self._sealed = True
+
+    def _finish(self) -> None:
+        """Commit what is left, compare, and remember what this load taught."""
+        board = self._opened()
+        with ownership.entered(self), board.framework.ambient(self.model):
+            self._process().commit_all()
             board.framework.after_processing(self.model)
-        with self._timed("verify"):
+        with self._progress.timed("verify"):
             board.verify()
-            board.learning.learn()
+            board.compare()
+        board.learning.learn()
         root = make_record(self.model)
         root.framework = self._framework
         if self._intake.seen:
-            root.manifest = self._intake.facts()
+            part = self._intake.wanted is not None or self._kept
+            before = root.manifest if part and root.manifest is not None else {}
+            root.manifest = {**before, **self._intake.facts()}
+
+    def _announce(self) -> None:
+        """Record the version and tell it to everybody, whatever one of them raises."""
+        before = ownership.weights_version(self.model)
+        cured = self.scope.is_full and not self._kept
+        ownership.record_version(self.model, self.version, cured=cured)
+        failed: list[BaseException] = []
+        for callback in self._publish:
+            try:
+                callback(before, self.version)
+            except BaseException as error:
+                failed.append(error)
+        if failed:
+            # What was computed with the old weights may be served with the new ones.
+            self._progress.mark_dirty()
+            for other in failed[1:]:
+                failed[0].add_note(f"weightload: {type(other).__name__} too: {other}")
+            raise failed[0]
 
     # ------------------------------------------------------------------ ending
 
     @contextmanager
     def _failing(self, step: str) -> Iterator[None]:
         """End the session if the block raises, and say whether the model is intact."""
-        self._step, self._module = step, None
-        started = time.perf_counter()
+        self._progress.step, self._progress.module = step, None
         try:
-            yield
+            with self._progress.timed(step):
+                yield
         except BaseException as error:
             raised: BaseException = error
             source = self._intake.source_error
@@ -506,15 +601,18 @@ class WeightLoadSession:
                 and isinstance(error, Exception)
                 and not isinstance(error, WeightLoadError)
                 and error is not source
+                and not self._terminal(error)
             ):
                 raised = preflight.refused(error, self._intake)
-            self._end(f"{type(raised).__name__}: {raised}", raised)
+            self._end(f"{type(raised).__name__}: {raised}", raised, terminal=self._terminal(error))
             self._annotate(raised)
             if raised is not error:
                 raise raised from error
             raise
-        finally:
-            self._seconds[step] = self._seconds.get(step, 0.0) + time.perf_counter() - started
+
+    def _terminal(self, error: BaseException) -> bool:
+        """Whether nothing but a new process cures ``error``."""
+        return self._framework is not None and self._framework.is_terminal(error)
 
     def _annotate(self, error: BaseException) -> None:
         intact = self.state is not SessionState.POISONED
@@ -530,17 +628,22 @@ class WeightLoadSession:
             )
         )
 
-    def _end(self, cause: str, error: BaseException | None = None) -> None:
+    def _end(
+        self, cause: str, error: BaseException | None = None, *, terminal: bool = False
+    ) -> None:
         """Poison if need be, then clean up; what goes wrong there is attached to the error."""
-        if self._dirty:
+        if terminal:
+            self._progress.mark_dirty()
+        if self._progress.dirty:
             ownership.record_poison(
                 self.model,
                 ownership.Poison(
                     session=self.id,
                     version=self.version,
-                    step=self._step,
-                    module=self._module,
+                    step=self._progress.step,
+                    module=self._progress.module,
                     cause=cause,
+                    terminal=terminal,
                 ),
             )
         try:
@@ -553,9 +656,10 @@ class WeightLoadSession:
             error.add_note(f"weightload: cleaning up raised {type(second).__name__}: {second}")
         finally:
             if self.state is SessionState.NEW or self.state.open:
-                self._gate.move(Event.ABORT_DIRTY if self._dirty else Event.ABORT_CLEAN)
+                dirty = self._progress.dirty
+                self._gate.move(Event.ABORT_DIRTY if dirty else Event.ABORT_CLEAN)
             self._close()
-            self._make_receipt(cause)
+            self._make_receipt(cause, error)
 
     def _close(self) -> None:
         if vars(self.model).get(ownership.HOLDER) is self:
@@ -564,32 +668,19 @@ class WeightLoadSession:
             ownership.release(self, self._board.modules.values())
             self._board.close()
 
-    def _make_receipt(self, cause: str | None) -> Receipt:
+    def _make_receipt(self, cause: str | None, error: BaseException | None = None) -> Receipt:
         if self.receipt is None:
-            seen = self._intake.seen.values()
-            self.receipt = Receipt(
+            self.receipt = make_receipt(
                 session=self.id,
                 kind=self._kind,
-                outcome=self.state.value,
+                state=self.state,
                 version=self.version,
                 commit=self._commit,
-                model_intact=self.state is not SessionState.POISONED,
+                scope=self.scope,
+                intake=self._intake,
+                board=self._board,
+                progress=self._progress,
                 cause=cause,
-                names_consumed=sum(fact.consumed for fact in seen),
-                names_skipped=sum(not fact.consumed for fact in seen),
-                bytes_received=self._intake.nbytes,
-                casts=len(self._intake.casts),
-                seconds=dict(self._seconds),
-                **(self._board.counts() if self._board is not None else {}),
+                error=error,
             )
         return self.receipt
-
-    # ------------------------------------------------------------------ helpers
-
-    @contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - started

@@ -16,6 +16,8 @@ class SessionState(enum.Enum):
     """The model is claimed and takes weights in checkpoint format."""
     LOADING = "loading"
     """At least one ``load`` was called."""
+    SEALED = "sealed"
+    """``seal`` was called: everything has arrived, and waits for ``finish``."""
     FINISHING = "finishing"
     """``finish`` is checking, processing and committing."""
     FINISHED = "finished"
@@ -41,6 +43,7 @@ class Event(enum.Enum):
 
     PREPARE = "prepare"
     LOAD = "load"
+    SEAL = "seal"
     FINISH = "finish"
     DONE = "done"
     ABORT_CLEAN = "abort (no live byte written)"
@@ -53,12 +56,18 @@ TRANSITIONS: dict[tuple[SessionState, Event], SessionState] = {
     (_S.NEW, _E.PREPARE): _S.PREPARED,
     (_S.NEW, _E.ABORT_CLEAN): _S.ABORTED,
     (_S.PREPARED, _E.LOAD): _S.LOADING,
+    (_S.PREPARED, _E.SEAL): _S.SEALED,
     (_S.PREPARED, _E.FINISH): _S.FINISHING,
     (_S.PREPARED, _E.ABORT_CLEAN): _S.ABORTED,
+    (_S.PREPARED, _E.ABORT_DIRTY): _S.POISONED,
     (_S.LOADING, _E.LOAD): _S.LOADING,
+    (_S.LOADING, _E.SEAL): _S.SEALED,
     (_S.LOADING, _E.FINISH): _S.FINISHING,
     (_S.LOADING, _E.ABORT_CLEAN): _S.ABORTED,
     (_S.LOADING, _E.ABORT_DIRTY): _S.POISONED,
+    (_S.SEALED, _E.FINISH): _S.FINISHING,
+    (_S.SEALED, _E.ABORT_CLEAN): _S.ABORTED,
+    (_S.SEALED, _E.ABORT_DIRTY): _S.POISONED,
     (_S.FINISHING, _E.DONE): _S.FINISHED,
     (_S.FINISHING, _E.ABORT_CLEAN): _S.ABORTED,
     (_S.FINISHING, _E.ABORT_DIRTY): _S.POISONED,
@@ -66,8 +75,14 @@ TRANSITIONS: dict[tuple[SessionState, Event], SessionState] = {
 """Every move there is; a pair that is missing is refused."""
 
 _TERMINAL = frozenset({_S.FINISHED, _S.ABORTED, _S.POISONED})
-_OPEN = frozenset({_S.PREPARED, _S.LOADING, _S.FINISHING})
-_CALLS = {_E.PREPARE: "prepare", _E.LOAD: "load", _E.FINISH: "finish", _E.ABORT_CLEAN: "abort"}
+_OPEN = frozenset({_S.PREPARED, _S.LOADING, _S.SEALED, _S.FINISHING})
+_CALLS = {
+    _E.PREPARE: "prepare",
+    _E.LOAD: "load",
+    _E.SEAL: "seal",
+    _E.FINISH: "finish",
+    _E.ABORT_CLEAN: "abort",
+}
 
 
 def next_state(state: SessionState, event: Event) -> SessionState | None:

@@ -6,6 +6,7 @@ import torch
 from weightload import (
     IncompleteLoadError,
     ProcessingError,
+    Scope,
     SessionState,
     UnexpectedWeightError,
     WeightLoadSession,
@@ -24,7 +25,7 @@ def commit(request):
 
 def first_session(model, **options):
     return WeightLoadSession(
-        model, framework=toy_framework(), allow_missing=model.may_miss, **options
+        model, framework=toy_framework(), scope=Scope.full(allow_missing=model.may_miss), **options
     )
 
 
@@ -87,7 +88,11 @@ def test_a_first_load_may_be_tried_again_after_any_failure_of_a_hook(toy, commit
     number = 0
     while True:
         model, framework = TOYS[toy](), toy_framework()
-        options = {"framework": framework, "allow_missing": model.may_miss, "commit": commit}
+        options = {
+            "framework": framework,
+            "scope": Scope.full(allow_missing=model.may_miss),
+            "commit": commit,
+        }
         framework.fail_hook(number, half_way=half_way)
         try:
             with WeightLoadSession(model, **options) as session:
@@ -201,7 +206,7 @@ def test_a_loader_that_owns_its_source_can_run_inside_a_session():
     with first_session(model) as session:
         session.load_through(lambda: model.load_weights(state.items()))
     check_equal(model, factory, state)
-    assert session.receipt.names_consumed == len(state)
+    assert session.receipt.consumed.count == len(state)
     assert "load_weights" not in vars(model)
     for number in (2, 1):
         with WeightLoadSession(model) as session:

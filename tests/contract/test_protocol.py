@@ -83,7 +83,7 @@ def test_nothing_but_prepare_and_abort_is_allowed_in_a_new_session(bench, call):
 def test_a_session_is_prepared_once(bench):
     """A second prepare is refused, and the first one still holds."""
     session = bench.open()
-    with pytest.raises(InvalidTransitionError, match="allowed now: load, finish, abort"):
+    with pytest.raises(InvalidTransitionError, match="allowed now: load, seal, finish, abort"):
         session.prepare()
     assert session.state is SessionState.PREPARED
     session.abort()

@@ -10,7 +10,7 @@ from hypothesis import event, given, note, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from weightload import SessionState, WeightLoadError, WeightLoadSession, poison_of
+from weightload import Scope, SessionState, WeightLoadError, WeightLoadSession, poison_of
 from weightload.testing import (
     CollectingModel,
     Kept,
@@ -183,7 +183,7 @@ def test_a_load_gives_what_a_fresh_load_gives_or_is_refused(data):
             load["fault"] = None  # a first load cannot know all that should come
         state, options = load["state"], {"commit": load["commit"], "version": number}
         if serves is None and kept is None:
-            options |= {"framework": framework, "allow_missing": model.may_miss}
+            options |= {"framework": framework, "scope": Scope.full(allow_missing=model.may_miss)}
         session = WeightLoadSession(model, **options)
         session.prepare()
         error = perform(session, load, framework)
@@ -247,6 +247,8 @@ def test_each_kind_alone_is_reloaded_right(kind):
     model, framework = factory(), toy_framework()
     for number in (1, 2, 1):
         state = make_state(factory, number)
-        with WeightLoadSession(model, framework=framework, allow_missing=model.may_miss) as session:
+        with WeightLoadSession(
+            model, framework=framework, scope=Scope.full(allow_missing=model.may_miss)
+        ) as session:
             session.load(state)
         check_equal(model, factory, state)

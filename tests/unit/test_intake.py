@@ -34,8 +34,8 @@ def test_the_first_load_takes_every_name_and_remembers_its_shape():
         intake.consumed(intake.current, "layer.weight")
     intake.end_batch()
     assert intake.facts() == {
-        "a": SourceFact(shape=(2, 3), consumed=True, place="layer.weight"),
-        "b": SourceFact(shape=(), consumed=True, place="layer.weight"),
+        "a": SourceFact(shape=(2, 3), dtype=torch.float32, consumed=True, place="layer.weight"),
+        "b": SourceFact(shape=(), dtype=torch.float32, consumed=True, place="layer.weight"),
     }
     assert intake.nbytes == 7 * 4
 

@@ -47,8 +47,8 @@ def test_the_numbers_are_those_of_the_load():
     receipt = session.finish()
     size = 8 * 8 * 4
     assert (receipt.kind, receipt.outcome, receipt.version) == ("reload", "finished", 9)
-    assert receipt.names_consumed == 3
-    assert receipt.names_skipped == 0
+    assert receipt.consumed.count == 3
+    assert receipt.skipped.count == 0
     assert receipt.bytes_received == 4 * size
     assert receipt.bytes_written == 3 * size
     assert receipt.bytes_committed == 2 * (8 * 8 + 8 * 4), "int8 weights and their scales"

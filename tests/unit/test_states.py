@@ -10,9 +10,21 @@ S, E = SessionState, Event
 
 DIAGRAM = {
     S.NEW: {E.PREPARE: S.PREPARED, E.ABORT_CLEAN: S.ABORTED},
-    S.PREPARED: {E.LOAD: S.LOADING, E.FINISH: S.FINISHING, E.ABORT_CLEAN: S.ABORTED},
+    S.PREPARED: {
+        E.LOAD: S.LOADING,
+        E.SEAL: S.SEALED,
+        E.FINISH: S.FINISHING,
+        E.ABORT_CLEAN: S.ABORTED,
+        E.ABORT_DIRTY: S.POISONED,
+    },
     S.LOADING: {
         E.LOAD: S.LOADING,
+        E.SEAL: S.SEALED,
+        E.FINISH: S.FINISHING,
+        E.ABORT_CLEAN: S.ABORTED,
+        E.ABORT_DIRTY: S.POISONED,
+    },
+    S.SEALED: {
         E.FINISH: S.FINISHING,
         E.ABORT_CLEAN: S.ABORTED,
         E.ABORT_DIRTY: S.POISONED,
@@ -57,8 +69,9 @@ def test_every_state_can_be_reached():
     ("state", "calls"),
     [
         (S.NEW, ["prepare", "abort"]),
-        (S.PREPARED, ["load", "finish", "abort"]),
-        (S.LOADING, ["load", "finish", "abort"]),
+        (S.PREPARED, ["load", "seal", "finish", "abort"]),
+        (S.LOADING, ["load", "seal", "finish", "abort"]),
+        (S.SEALED, ["finish", "abort"]),
         (S.FINISHING, []),
         (S.FINISHED, []),
         (S.ABORTED, []),

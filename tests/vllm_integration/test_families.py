@@ -81,7 +81,7 @@ def told(case):
             "tensors_moved": 0,
         }
         found = {key: receipt[key] for key in want}
-        if found != want or not receipt["hooks_run"] or not receipt["names_consumed"]:
+        if found != want or not receipt["hooks_run"] or not receipt["consumed"]["count"]:
             yield f"{origin}, {label}: {receipt}"
         if step["version"] != label:
             yield f"{origin}, {label}: the model serves version {step['version']!r}"

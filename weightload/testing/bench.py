@@ -9,6 +9,7 @@ import attrs
 
 from weightload.errors import ModelPoisonedError, WeightLoadError
 from weightload.ownership import current_session, owner_of, poison_of, require_usable
+from weightload.scope import Scope
 from weightload.session import WeightLoadSession
 from weightload.states import SessionState
 from weightload.testing import layers
@@ -49,7 +50,10 @@ class Bench:
         state = self.state(1)
         may_miss = self.model.may_miss
         with WeightLoadSession(
-            self.model, framework=self.framework, version=1, allow_missing=may_miss
+            self.model,
+            framework=self.framework,
+            version=1,
+            scope=Scope.full(allow_missing=may_miss),
         ) as session:
             session.load(state)
         self.serves = state
@@ -58,6 +62,10 @@ class Bench:
     def state(self, seed: int) -> State:
         """Return the checkpoint of that number."""
         return make_state(self.factory, seed)
+
+    def session(self, **options: Any) -> WeightLoadSession:
+        """Return a new session, not prepared yet."""
+        return WeightLoadSession(self.model, **options)
 
     def open(self, **options: Any) -> WeightLoadSession:
         """Return a prepared session."""

@@ -38,6 +38,7 @@ from weightload.errors import (
 from weightload.lifecycle import abort_reload, finish_reload, start_reload
 from weightload.ownership import current_session, owner_of, poison_of, weights_version
 from weightload.registry import Role
+from weightload.scope import Scope
 from weightload.session import WeightLoadSession
 from weightload.states import SessionState
 from weightload.testing.layers import (
@@ -153,7 +154,7 @@ class SessionMachine(RuleBasedStateMachine):
         self.versions = iter(range(1, 10_000))
         for name, model in self.models.items():
             with WeightLoadSession(
-                model, framework=self.framework, allow_missing=model.may_miss
+                model, framework=self.framework, scope=Scope.full(allow_missing=model.may_miss)
             ) as session:
                 session.load(self.states[name, 1])
             self._now_holds(name, (name, 1))

@@ -1,0 +1,313 @@
+"""A load brings exactly what it promised: everything, or these names, and nothing is left half new."""
+
+import pytest
+import torch
+from torch import nn
+
+from weightload import (
+    IncompleteLoadError,
+    ModelPoisonedError,
+    Scope,
+    SessionState,
+    UnexpectedWeightError,
+    UnsupportedError,
+    UsageError,
+    WeightLoadSession,
+    poison_of,
+    weights_version,
+)
+from weightload.testing import TOYS, Bench, LoadingModel, layers, make_state
+from weightload.testing.oracle import check_equal, expected, identical, outputs, toy_framework
+
+COMMITS = ["stream", "atomic"]
+
+
+def mixed():
+    """One layer of each kind: as loaded, fused, packed, attention over a packed projection."""
+    return LoadingModel(
+        layers.Linear(), layers.FusedLinear(), layers.RepackedLinear(), layers.LatentAttention()
+    )
+
+
+def packed():
+    """A plain layer, and one whose weight and scales are packed together."""
+    return LoadingModel(layers.Linear(), layers.ScaledLinear(packed=True))
+
+
+@pytest.fixture
+def bench():
+    return Bench(mixed)
+
+
+def load_only(bench, names, state, **options):
+    session = bench.open(scope=Scope.only(names), **options)
+    session.load({name: state[name] for name in names})
+    return session
+
+
+def together(old, new, names):
+    return {**old, **{name: new[name] for name in names}}
+
+
+PARTS = {
+    "a plain weight": ["layers.0.weight"],
+    "one shard of a fused layer that is not packed": ["layers.1.weight/1"],
+    "a packed layer": ["layers.2.weight"],
+    "the sinks of an attention layer": ["layers.3.sinks"],
+    "an attention layer with the projection that it reads": [
+        "layers.3.projection.weight",
+        "layers.3.sinks",
+    ],
+}
+
+
+@pytest.mark.parametrize("commit", COMMITS)
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_is_what_a_fresh_load_of_the_mixture_gives(bench, part, commit):
+    """Everything that was not sent keeps its value, and what is made from what was sent is new."""
+    old, new = bench.state(1), bench.state(2)
+    names = [name for name in old if any(name.startswith(one) for one in PARTS[part])]
+    assert names, list(old)
+    session = load_only(bench, names, new, commit=commit, version="part")
+    receipt = session.finish()
+    state = together(old, new, names)
+    check_equal(bench.model, mixed, state)
+    bench.kept.check(bench.model)
+    assert not identical(outputs(bench.model), expected(mixed, old)), "or else nothing changed"
+    assert receipt.consumed.count == len(names)
+    assert receipt.scope["names"] == names
+    assert weights_version(bench.model) == "part"
+
+
+def test_parts_one_after_another_are_a_complete_load(bench):
+    old, new = bench.state(1), bench.state(2)
+    state = old
+    for name in list(new):
+        group = [name]
+        if name.startswith("layers.3"):
+            group = [one for one in new if one.startswith("layers.3")]
+        load_only(bench, group, new).finish()
+        state = together(state, new, group)
+        check_equal(bench.model, mixed, state)
+    check_equal(bench.model, mixed, new)
+
+
+def test_only_the_hooks_of_what_changes_run(bench):
+    bench.framework.calls.clear()
+    load_only(bench, ["layers.2.weight"], bench.state(2)).finish()
+    assert [type(module).__name__ for _, module in bench.framework.calls] == ["RepackedLinear"]
+
+
+@pytest.mark.parametrize("commit", COMMITS)
+def test_a_scope_that_splits_what_is_processed_together_is_refused(bench, commit):
+    """Weight and scales are folded into one tensor by the hook, so neither comes alone."""
+    bench = Bench(packed)
+    names = [name for name in bench.state(2) if name.startswith("layers.1")]
+    assert len(names) > 1
+    before = outputs(bench.model)
+    session = bench.session(scope=Scope.only(names[:1]), commit=commit)
+    with pytest.raises(IncompleteLoadError) as caught:
+        session.prepare()
+    assert names[1] in str(caught.value)
+    assert caught.value.model_intact
+    assert session.state is SessionState.ABORTED
+    assert identical(outputs(bench.model), before)
+    bench.reload(bench.state(3))
+
+
+@pytest.mark.parametrize("commit", COMMITS)
+def test_what_the_scope_names_and_does_not_come_is_missing(bench, commit):
+    session = bench.open(scope=Scope.only(["layers.0.weight", "layers.2.weight"]), commit=commit)
+    session.load({"layers.2.weight": bench.state(2)["layers.2.weight"]})
+    with pytest.raises(IncompleteLoadError, match=r"layers\.0\.weight") as caught:
+        session.finish()
+    assert caught.value.model_intact == (commit == "atomic")
+    assert session.receipt.missing.first == ["layers.0.weight"]
+
+
+def test_what_the_scope_does_not_name_is_refused_before_the_loaders_see_it(bench):
+    session = bench.open(scope=Scope.only(["layers.0.weight"]))
+    with pytest.raises(UnexpectedWeightError, match=r"'layers\.2\.weight' is not in the scope"):
+        session.load({"layers.2.weight": bench.state(2)["layers.2.weight"]})
+    assert session.state is SessionState.ABORTED
+    assert session.receipt.unexpected.first == ["layers.2.weight"]
+    check_equal(bench.model, mixed, bench.state(1))
+
+
+def test_a_loader_that_writes_outside_of_the_scope_is_refused():
+    """The name is in the scope; the loader sends it somewhere else this time."""
+    bench = Bench(mixed)
+    session = bench.open(scope=Scope.only(["layers.0.weight"]))
+    bench.model.store = lambda name, tensor: bench.model.layers[1].weight.data[:8].copy_(tensor)
+    with pytest.raises(UnexpectedWeightError, match=r"layers\.1\.weight.*not in the scope"):
+        session.load({"layers.0.weight": bench.state(2)["layers.0.weight"]})
+    assert session.state is SessionState.ABORTED
+
+
+def test_a_scope_names_patterns_and_each_has_to_match(bench):
+    new = bench.state(2)
+    names = [name for name in new if name.startswith("layers.1.")]
+    with bench.session(scope=Scope.only(["layers.1.*"])) as session:
+        session.load({name: new[name] for name in names})
+    check_equal(bench.model, mixed, together(bench.state(1), new, names))
+    with pytest.raises(UnexpectedWeightError, match=r"layers\.9\.\*"):
+        bench.session(scope=Scope.only(["layers.0.weight", "layers.9.*"])).prepare()
+
+
+def test_a_scope_of_nothing_is_refused():
+    with pytest.raises(UsageError, match="at least one"):
+        Scope.only([])
+
+
+def test_one_name_is_no_list_of_letters():
+    assert Scope.only("layers.0.weight").names == ("layers.0.weight",)
+
+
+def test_a_first_load_must_be_complete():
+    model = mixed()
+    session = WeightLoadSession(
+        model, framework=toy_framework(), scope=Scope.only(["layers.0.weight"])
+    )
+    with pytest.raises(UnsupportedError, match="load everything"):
+        session.prepare()
+
+
+def test_a_part_does_not_cure_a_poisoned_model(bench):
+    with pytest.raises(IncompleteLoadError), bench.session() as session:
+        session.load(iter([("layers.0.weight", bench.state(2)["layers.0.weight"])]))
+    assert poison_of(bench.model) is not None
+    with pytest.raises(ModelPoisonedError):
+        bench.session(scope=Scope.only(["layers.0.weight"])).prepare()
+    bench.serves = None
+    bench.reload(bench.state(3))
+
+
+# ---------------------------------------------------------------- what may stay away
+
+
+ABSENT = {
+    "by the source's name": ["layers.2.weight"],
+    "by a pattern": ["layers.2.*"],
+    "one shard of a fused layer that is not packed": ["layers.1.weight/1"],
+    "several layers": ["layers.0.weight", "layers.2.weight"],
+    "an attention layer as a whole": ["layers.3.*"],
+    "the projection that an attention layer reads": ["layers.3.projection.weight"],
+}
+
+
+@pytest.mark.parametrize("commit", COMMITS)
+@pytest.mark.parametrize("case", ABSENT)
+def test_what_may_stay_away_keeps_its_value(bench, case, commit):
+    scope = Scope.full(allow_missing=ABSENT[case])
+    old, new = bench.state(1), bench.state(2)
+    absent = [name for name in new if scope.may_miss(name)]
+    assert absent
+    with bench.session(scope=scope, commit=commit) as session:
+        session.load({name: new[name] for name in new if name not in absent})
+    check_equal(bench.model, mixed, together(new, old, absent))
+    bench.kept.check(bench.model)
+    assert session.receipt.missing.count
+    # The names that stayed away are still known: they come again in the next load.
+    bench.serves = None
+    bench.reload(bench.state(3))
+    check_equal(bench.model, mixed, bench.state(3))
+
+
+def test_what_may_stay_away_may_come(bench):
+    with bench.session(scope=Scope.full(allow_missing=["*"])) as session:
+        session.load(bench.state(2))
+    check_equal(bench.model, mixed, bench.state(2))
+    assert session.receipt.missing.count == 0
+
+
+@pytest.mark.parametrize("commit", COMMITS)
+def test_what_is_packed_together_stays_away_as_a_whole(commit):
+    bench = Bench(packed)
+    new = bench.state(2)
+    first = next(name for name in new if name.startswith("layers.1"))
+    session = bench.open(scope=Scope.full(allow_missing=[first]), commit=commit)
+    session.load(iter([(name, new[name]) for name in new if name != first]))
+    with pytest.raises(IncompleteLoadError, match=r"layers\.1"):
+        session.finish()
+
+
+def test_nothing_may_stay_away_while_the_model_is_poisoned(bench):
+    with pytest.raises(IncompleteLoadError), bench.session() as session:
+        session.load(iter([("layers.0.weight", bench.state(2)["layers.0.weight"])]))
+    new = bench.state(3)
+    with (
+        pytest.raises(IncompleteLoadError, match="poisoned"),
+        bench.session(scope=Scope.full(allow_missing=["layers.2.weight"])) as session,
+    ):
+        session.load({name: new[name] for name in new if name != "layers.2.weight"})
+
+
+def test_what_may_come_without_a_place_is_dropped_and_counted(bench):
+    new = bench.state(2)
+    scope = Scope.full(allow_unexpected=["*.rotary.inv_freq"])
+    with bench.session(scope=scope) as session:
+        session.load({**new, "layers.0.rotary.inv_freq": torch.ones(3)})
+    check_equal(bench.model, mixed, new)
+    assert session.receipt.unexpected.first == ["layers.0.rotary.inv_freq"]
+    with pytest.raises(UnexpectedWeightError), bench.session() as session:
+        session.load({**new, "layers.0.rotary.inv_freq": torch.ones(3)})
+
+
+def test_an_allow_list_does_not_drop_what_has_a_place(bench):
+    new = bench.state(2)
+    with bench.session(scope=Scope.full(allow_unexpected=["*"])) as session:
+        session.load(new)
+    check_equal(bench.model, mixed, new)
+
+
+def test_the_names_of_tied_tensors_count_once():
+    """Either name brings the tensor; a part may name it by the one that counted."""
+    bench = Bench(TOYS["tied"]) if "tied" in TOYS else Bench(TOYS["everything"])
+    new = bench.state(2)
+    old = bench.state(1)
+    embedding = next(name for name in new if "embed" in name)
+    head = [name for name in new if "head" in name and "bias" not in name]
+    names = [embedding, *head, *[n for n in new if "head" in n and "bias" in n]]
+    try:
+        load_only(bench, names, new).finish()
+    except IncompleteLoadError:
+        pytest.fail("the scope names everything that is tied")
+    state = together(old, new, names)
+    check_equal(bench.model, bench.factory, state)
+
+
+class Collector(nn.Module):
+    """Computes with collected tensors, so that nobody knows which names fill its weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2), requires_grad=False)
+        self.other = nn.Parameter(torch.zeros(2), requires_grad=False)
+
+    def load_weights(self, weights):
+        found = dict(weights)
+        self.other.data.copy_(found["other"])
+        if "a" in found:
+            self.weight.data.copy_(torch.stack([found["a"], found["b"]]))
+
+
+def test_a_part_is_refused_where_nobody_knows_which_names_fill_what():
+    model = Collector()
+    state = {"a": torch.tensor(1.0), "b": torch.tensor(2.0), "other": torch.ones(2)}
+    with WeightLoadSession(model) as session:
+        session.load(state)
+    session = WeightLoadSession(model, scope=Scope.only(["a"]))
+    with pytest.raises(UnsupportedError, match=r"'weight'.*Load everything"):
+        session.prepare()
+    assert torch.equal(model.weight, torch.tensor([1.0, 2.0]))
+
+
+def test_a_scope_travels_as_plain_data():
+    for scope in (Scope.full(allow_missing=["a*"], allow_unexpected="b"), Scope.only(["c", "d"])):
+        assert Scope.from_plain(scope.to_plain()) == scope
+
+
+def test_states_differ():
+    """The states that the tests above mix differ in every tensor."""
+    one, two = make_state(mixed, 1), make_state(mixed, 2)
+    assert all(not torch.equal(one[name], two[name]) for name in one)
