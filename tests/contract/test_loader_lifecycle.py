@@ -640,7 +640,7 @@ def test_a_module_without_weights_is_no_news(commit, caplog):
         warnings.simplefilter("error")
         receipt = live.reload(state, commit=commit)
     assert caplog.records == []
-    assert receipt.names_consumed == 1
+    assert receipt.consumed.count == 1
     live.equals(state)
 
 

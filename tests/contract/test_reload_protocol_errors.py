@@ -21,6 +21,7 @@ from weightload import (
     ModuleRule,
     ProcessingError,
     Role,
+    Scope,
     SessionState,
     StorageChangedError,
     WeightLoadSession,
@@ -704,7 +705,7 @@ class Defaults(nn.Module):
 def test_defaults_and_padding_are_what_they_were_constructed_with(commit):
     """Both are gone from the live model: the padding was packed and the scale deleted."""
     state = {"layers.0.weight": number(1.0, 2.0)}
-    live = Live(lambda: Net(Defaults()), state, allow_missing=["*.scale"])
+    live = Live(lambda: Net(Defaults()), state, scope=Scope.full(allow_missing=["*.scale"]))
     for value in (5.0, 6.0):
         live.reload({"layers.0.weight": number(value, -1.0)}, commit=commit)
         assert held_in(live.model.layers[0]) == [7.0, 7.0, 0.0, 7 * (value + 1)]
