@@ -31,6 +31,7 @@ from weightload import (
     ModuleRule,
     Role,
     UnexpectedWeightError,
+    UnsupportedError,
     WeightLoadSession,
     WeightMismatchError,
     current_session,
@@ -527,6 +528,51 @@ def test_a_loader_that_was_looked_up_once_is_as_good_as_any(commit):
     live.reload(state, commit=commit)
     assert live.model.layers[0].weight.tolist() == [-10.0, -11.0, -12.0]
     live.equals(state)
+
+
+class Table(Net):
+    """Made its table of parameters once, when it was constructed."""
+
+    def __init__(self, *layers):
+        super().__init__(*layers)
+        self.table = {name: [place] for name, place in self.named_parameters()}
+
+    def store(self, name, tensor):
+        self.table[name][0].data.copy_(tensor)
+
+
+@pytest.mark.holds("C10")
+@pytest.mark.parametrize("layer", [Negated, Doubling])
+def test_a_loader_does_not_write_past_the_staged_tensor_into_the_live_one(layer, commit):
+    """The parameter that the model remembers is live, or is none any more; nothing of the sort may
+    be overwritten by a load that says that the model is intact."""
+    live = Live(lambda: Table(layer()), {"layers.0.weight": number(1.0, 2.0)})
+    error = UnsupportedError if layer is Doubling else IncompleteLoadError
+    with live.refuses(error, "layers.0.weight", commit=commit) as session:
+        session.load({"layers.0.weight": number(5.0, 6.0)})
+        session.finish()
+    live.unchanged()
+
+
+class Summing(Net):
+    """Computes something from a layer's weight when its loader has read everything."""
+
+    def load_weights(self, weights):
+        super().load_weights(weights)
+        self.total = self.layers[0].weight.detach() * 10
+
+
+@pytest.mark.holds("C22")
+def test_a_loader_does_not_compute_with_what_was_processed_already():
+    """In a first load it finds the weight as it came, and negated in a stream. The same holds for
+    an atomic load, in which nothing is processed before the end."""
+    live = Live(lambda: Summing(Negated()), {"layers.0.weight": number(1.0, 2.0)})
+    assert live.model.total.tolist() == [10.0, 20.0]
+    with live.refuses(UnsupportedError, "layers.0.weight", "atomic") as session:
+        session.load({"layers.0.weight": number(5.0, 6.0)})
+    with WeightLoadSession(live.model, commit="atomic") as session:
+        session.load({"layers.0.weight": number(5.0, 6.0)})
+    assert live.model.total.tolist() == [50.0, 60.0]
 
 
 class Hoarding(Net):
