@@ -149,8 +149,8 @@ class Arrivals:
             self._keep_defaults(entry, region)
         if entry.staging is None:
             self._load.mark_dirty()
-            if intake.verification is not None:
-                intake.verification.note(entry, region, target, source)
+        if intake.verification is not None and not entry.packed:
+            intake.verification.note(entry, region, target, source)
         self._load.counts.bytes_written += target.numel() * target.element_size()
         if region is None:
             if first and not self.observer.shares(watched):

@@ -285,7 +285,7 @@ class Board:
         allowed = {id(entry) for entry in missing if self.completeness.may_miss(entry)}
         lost = [entry for entry in missing if id(entry) not in allowed]
         for entry in missing:
-            if id(entry) in allowed and entry.staging is not None and not self._packed(entry):
+            if id(entry) in allowed and entry.staging is not None and not entry.packed:
                 self._fill_from_live(entry)
                 allowed.discard(id(entry))
         for unit in self.units:
@@ -306,14 +306,6 @@ class Board:
             entry.kept = entry not in lost
         self.kept = [entry.names[0] for entry in missing if entry.kept]
         return lost
-
-    @staticmethod
-    def _packed(entry: Entry) -> bool:
-        """Whether a hook changes the tensor, so that its live form is another one."""
-        known = (
-            (record_of(module) or ModuleRecord(), sec, name) for module, sec, name in entry.slots
-        )
-        return any((section, name) in record.staged for record, section, name in known)
 
     def _fill_from_live(self, entry: Entry) -> None:
         """Give a twin the live values of what stayed away."""
@@ -412,12 +404,11 @@ class Board:
 
     def _live_of(self, entry: Entry) -> torch.Tensor | None:
         """Return the live tensor of an entry, ``None`` if a hook has made it another one."""
-        module, section, name = entry.slots[0]
-        changed = (record_of(module) or ModuleRecord()).staged
-        if any((sec, key) in changed for mod, sec, key in entry.slots if mod is module):
+        if entry.packed:
             return None
+        module, section, name = entry.slots[0]
         live: torch.Tensor | None = vars(module)[section].get(name)
-        return live if live is entry.tensor else None
+        return live
 
     def restore(self) -> None:
         """Put every unit that was not committed back as it was.

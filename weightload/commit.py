@@ -1,7 +1,8 @@
-"""What a commit does to one object: which values are copied, what is put back where."""
+"""What a commit does to the objects of one unit: which values are copied, what is put back where."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -10,9 +11,8 @@ from torch import nn
 
 from weightload.derived import Reconciliation
 from weightload.record import MISSING, SECTIONS, ObjectState
-from weightload.storage import describe_change
 
-__all__ = ["CommitCount", "OwnerPlan", "plan_owner"]
+__all__ = ["CommitCount", "CommitPlan", "OwnerPlan", "plan_commit"]
 
 
 @attrs.define
@@ -35,76 +35,147 @@ class OwnerPlan:
 
     Attributes:
         live: the object, and its attributes while it computed with the old weights.
-        found: tensors outside parameters and buffers.
-        slot_copies: live tensor and new tensor of each parameter or buffer that changed.
+        name: its name, for messages.
         puts: a mapping, a key in it and the value that is put there.
     """
 
     live: ObjectState
+    name: str
+    puts: list[_Put] = attrs.field(factory=list)
+
+    @property
+    def is_module(self) -> bool:
+        """Whether it holds parameters and buffers."""
+        return isinstance(self.live.owner, nn.Module)
+
+    def slots(self, found: Reconciliation, problems: list[str]) -> None:
+        """Compare parameters and buffers with what they were while live."""
+        for section in SECTIONS if self.is_module else ():
+            before, now = self.live.contents[section], vars(self.live.owner)[section]
+            for name in before.keys() | now.keys():
+                where = f"{self.name}.{name}"
+                old, new = before.get(name), now.get(name)
+                if old is None and new is None:
+                    continue
+                if old is None or new is None:
+                    gone = "the live tensor has no counterpart"
+                    problems.append(
+                        f"{where}: {gone if new is None else 'it did not exist before'}"
+                    )
+                    continue
+                value, problem = found.match_tensor(old, new, where)
+                if problem is not None:
+                    problems.append(f"{where}: {problem}")
+                elif value is not new:
+                    self.puts.append((now, name, value))
+
+    def attributes(self, found: Reconciliation, *, inferred: bool) -> None:
+        """Compare all other attributes with what they were while live."""
+        mine = vars(self.live.owner)
+        for name in self.live.values.keys() | mine.keys():
+            if (self.is_module and name in _STRUCTURE) or _is_ours(name):
+                continue
+            old = self.live.values.get(name, MISSING)
+            new = mine.get(name, MISSING)
+            if new is old and name not in self.live.contents:
+                continue
+            if new is MISSING and inferred:
+                # It was taken for the hook's, and the hook did not make it: it is the engine's.
+                self.puts.append((mine, name, old))
+                continue
+            kept = found.match(self.live.contents.get(name, old), new, f"{self.name}.{name}")
+            if kept is not new:
+                self.puts.append((mine, name, kept))
+
+
+@attrs.define(kw_only=True, repr=False)
+class CommitPlan:
+    """What a commit does to the objects of one unit.
+
+    Attributes:
+        owners: the objects.
+        found: what is copied, and what could not keep its storage.
+        slot_copies: how many of the copies are those of parameters and buffers; they come first.
+    """
+
+    owners: list[OwnerPlan]
     found: Reconciliation
-    slot_copies: list[tuple[torch.Tensor, torch.Tensor]]
-    puts: list[_Put]
+    slot_copies: int = 0
 
     @property
     def changes_something(self) -> bool:
         """Whether the commit changes anything that computes."""
         return bool(
-            self.puts
-            or self.found.copies
-            or self.live.differences(ObjectState.of(self.live.owner)) is not None
+            self.found.copies
+            or any(owner.puts for owner in self.owners)
+            or any(
+                owner.live.differences(ObjectState.of(owner.live.owner)) is not None
+                for owner in self.owners
+            )
         )
 
-    def attach(self) -> None:
-        """Put the live tensors back; their new values must have been copied."""
+    @property
+    def moves(self) -> list[str]:
+        """What does not keep its storage, or its place, as text with the reason."""
+        opaque = [f"{path}: an opaque object was made anew" for path in self.found.opaque_paths]
+        return [*self.found.moved, *opaque]
+
+    def named_copies(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """Yield path, live tensor and new tensor of every copy that is going to be made."""
+        for where, (live, new) in zip(self.found.pairs.paths, self.found.copies, strict=True):
+            yield where, live, new
+
+    def carry_out(self) -> CommitCount:
+        """Copy the new values, and put the live tensors back in their places."""
+        nbytes = self.found.pairs.copy()
         self.found.apply()
-        for mapping, name, value in self.puts:
-            mapping[name] = value
-        if isinstance(self.live.owner, nn.Module):
-            _reorder(vars(self.live.owner), self.live)
+        for owner in self.owners:
+            for mapping, name, value in owner.puts:
+                mapping[name] = value
+            if owner.is_module:
+                _reorder(vars(owner.live.owner), owner.live)
+        derived = len(self.found.copies) - self.slot_copies
+        return CommitCount(nbytes=nbytes, derived=derived, moved=len(self.found.moved))
 
 
-def plan_owner(live: ObjectState, owner: str, problems: list[str], *, inferred: bool) -> OwnerPlan:
-    """Compare an object with what it was while live, and work out its commit.
+def plan_commit(
+    lives: Sequence[ObjectState],
+    names: Mapping[int, str],
+    dressed: Mapping[int, Mapping[str, Any]],
+    problems: list[str],
+    *,
+    inferred: bool,
+) -> CommitPlan:
+    """Compare the objects of a unit with what they were while live; changes nothing.
+
+    Parameters and buffers come first: where a derived tensor shares memory with one and has
+    another value now, it is the derived one that cannot stay.
 
     Args:
-        live: what it was.
-        owner: its name, for messages.
+        lives: what the objects were.
+        names: their names by id, for messages.
+        dressed: by id of a tensor that the hooks found, the attributes that it had then.
         problems: is extended by what does not fit.
-        inferred: whether what the hook did was worked out, so that an attribute that the hook did
+        inferred: whether what the hooks did was worked out, so that an attribute that a hook did
             not make again is taken for the engine's.
     """
-    mine = vars(live.owner)
-    plan = OwnerPlan(live=live, found=Reconciliation(), slot_copies=[], puts=[])
-    is_module = isinstance(live.owner, nn.Module)
-    for section in SECTIONS if is_module else ():
-        before, now = live.contents[section], mine[section]
-        for name in before.keys() | now.keys():
-            old, new = before.get(name), now.get(name)
-            if old is new:
-                continue
-            problem = _slot_problem(old, new)
-            if problem is not None:
-                problems.append(f"{owner}.{name}: {problem}")
-                continue
-            plan.slot_copies.append((old, new))
-            plan.puts.append((now, name, old))
-    for name, old in live.values.items():
-        new = mine.get(name, MISSING)
-        if is_module and name in _STRUCTURE:
-            continue
-        if new is old and name not in live.contents:
-            continue
-        if new is MISSING:
-            if inferred:
-                # It was taken for the hook's, and the hook did not make it: it is the engine's.
-                plan.puts.append((mine, name, old))
-            continue
-        if name in live.contents and type(new) is type(old):
-            old = live.contents[name]
-        kept = plan.found.match(old, new, f"{owner}.{name}")
-        if kept is not new:
-            plan.puts.append((mine, name, kept))
-    return plan
+    owners = [
+        OwnerPlan(live=live, name=names.get(id(live.owner), type(live.owner).__qualname__))
+        for live in lives
+    ]
+    found = Reconciliation(dressed=dressed)
+    for owner in owners:
+        owner.slots(found, problems)
+    slot_copies = len(found.copies)
+    for owner in owners:
+        owner.attributes(found, inferred=inferred)
+    problems += found.conflicts
+    return CommitPlan(owners=owners, found=found, slot_copies=slot_copies)
+
+
+def _is_ours(name: str) -> bool:
+    """Whether an attribute belongs to an open session, which may stand in for a loader."""
+    return name.startswith("_weightload") or name == "load_weights"
 
 
 def _reorder(mine: dict[str, Any], live: ObjectState) -> None:
@@ -115,13 +186,3 @@ def _reorder(mine: dict[str, Any], live: ObjectState) -> None:
         order.update(now)
         now.clear()
         now.update(order)
-
-
-def _slot_problem(old: Any, new: Any) -> str | None:
-    if new is None:
-        return "the live tensor has no counterpart"
-    if old is None:
-        return "it did not exist before"
-    if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor):
-        return f"{type(old).__name__} became {type(new).__name__}"
-    return describe_change(old, new)

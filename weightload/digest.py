@@ -40,7 +40,7 @@ def digest(tensor: torch.Tensor) -> int:
         square = words[: words.numel() // columns * columns].view(-1, columns)
         rest = words[square.numel() :]
         for part in (square.sum(0), square.sum(1), rest):
-            weights = torch.arange(1, 2 * part.numel(), 2, device=part.device)
-            weighted = int((part * weights[: part.numel()]).sum()) if part.numel() else 0
+            weights = torch.arange(part.numel(), device=part.device) * 2 + 1
+            weighted = int((part * weights).sum())
             result = (result * _ODD + weighted) % _MODULUS
     return result

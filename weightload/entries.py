@@ -13,7 +13,7 @@ from weightload.framework import Framework
 from weightload.intake import Intake
 from weightload.ledger import Region, RegionLedger
 from weightload.observer import Watched
-from weightload.record import SharedRegions, Slot, slots_of
+from weightload.record import SharedRegions, Slot, record_of, slots_of
 from weightload.scope import Scope
 from weightload.storage import TensorSpec, select
 
@@ -56,6 +56,12 @@ class Entry:
     closed: bool = False
     sources: dict[Region, str | None] = attrs.field(factory=dict)
     kept: bool = False
+
+    @property
+    def packed(self) -> bool:
+        """Whether a hook changes the tensor, so that its live form is another one."""
+        known = ((record_of(module), (section, name)) for module, section, name in self.slots)
+        return any(record is not None and key in record.staged for record, key in known)
 
     @property
     def touched(self) -> bool:

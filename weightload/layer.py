@@ -14,7 +14,7 @@ import attrs
 import torch
 from torch import nn
 
-from weightload.commit import CommitCount, OwnerPlan, plan_owner
+from weightload.commit import CommitCount, CommitPlan, plan_commit
 from weightload.entries import Entry, Staging, join
 from weightload.errors import ProcessingError, StorageChangedError, name_some
 from weightload.record import (
@@ -105,7 +105,8 @@ class Unit:
     committed: bool = False
     _live: list[ObjectState] = attrs.field(factory=list)
     _stagings: dict[int, Staging] = attrs.field(factory=dict)
-    _plan: list[OwnerPlan] = attrs.field(factory=list)
+    _dressed: dict[int, dict[str, Any]] = attrs.field(factory=dict)
+    _plan: CommitPlan | None = None
 
     @property
     def name(self) -> str:
@@ -135,6 +136,7 @@ class Unit:
         for change in reversed(self.changes):
             change.undo(copies)
         twins = make_twins([slot.spec for _, slot in self.slots])
+        self._dressed = {id(twin): dict(vars(twin)) for twin in twins}
         placed: dict[tuple[int, str, str], tuple[torch.Tensor, Staging]] = {}
         for (module, slot), twin in zip(self.slots, twins, strict=True):
             staging = self._stagings.setdefault(
@@ -183,15 +185,7 @@ class Unit:
         """
         problems: list[str] = []
         names = {id(module): name for name, module in self.modules.items()}
-        self._plan = [
-            plan_owner(
-                live,
-                names.get(id(live.owner), type(live.owner).__qualname__),
-                problems,
-                inferred=self.inferred,
-            )
-            for live in self._live
-        ]
+        self._plan = plan_commit(self._live, names, self._dressed, problems, inferred=self.inferred)
         if problems:
             raise StorageChangedError(
                 f"Processing module {self.name!r} again gave tensors that do not fit the live "
@@ -204,50 +198,27 @@ class Unit:
     @property
     def changes_something(self) -> bool:
         """Whether the planned commit changes anything that computes."""
-        return any(plan.changes_something for plan in self._plan)
+        return self._plan is not None and self._plan.changes_something
 
     @property
     def planned_moves(self) -> list[str]:
         """What cannot keep its storage in the planned commit, as text with the reason."""
-        return [
-            text
-            for plan in self._plan
-            for text in (
-                *plan.found.moved,
-                *(f"{path}: opaque, made anew" for path in getattr(plan.found, "opaque_paths", ())),
-            )
-        ]
+        return [] if self._plan is None else self._plan.moves
 
     def planned_copies(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """Yield name, live tensor and new tensor of every copy that a commit is going to make."""
-        for plan in self._plan:
-            for old, new in (*plan.slot_copies, *plan.found.copies):
-                yield f"{self.name} ({type(plan.live.owner).__name__})", old, new
+        """Yield path, live tensor and new tensor of every copy that a commit is going to make."""
+        return iter(()) if self._plan is None else self._plan.named_copies()
 
     def commit(self) -> CommitCount:
         """Copy new values into live storage and put the live tensors back in their places."""
-        count = CommitCount()
-        copies = {
-            (id(old), id(new)): (old, new)
-            for plan in self._plan
-            for old, new in (*plan.slot_copies, *plan.found.copies)
-        }
-        with torch.no_grad():
-            for old, new in copies.values():
-                old.detach().copy_(new.detach())
-                count.nbytes += old.numel() * old.element_size()
-        for plan in self._plan:
-            plan.attach()
-            count.derived += len(plan.found.copies)
-            count.moved += len(plan.found.moved)
+        plan = self._plan
+        count = plan.carry_out() if plan is not None else CommitCount()
         # An opaque object may know the address of a tensor that the hook made: those tensors
         # live as long as the object does, that is until the next processing. A twin is emptied
         # when its staging ends, and a view of it keeps the memory.
-        opaque = any(plan.found.opaque for plan in self._plan)
-        keeper = next(iter(self.modules.values()))
-        made = [new.detach() for _, new in copies.values()] if opaque else []
-        make_record(keeper).keepalive = made
-        del copies, made
+        opaque = plan is not None and plan.found.opaque
+        made = [new.detach() for _, new in plan.found.copies] if plan and opaque else []
+        make_record(next(iter(self.modules.values()))).keepalive = made
         self.committed = True
         return count
 
@@ -275,5 +246,5 @@ class Unit:
         released = sum(staging.release(live) for staging in self._stagings.values())
         for entry in self.entries:
             entry.closed = entry.closed or self.staged
-        self._live, self._plan, self._stagings = [], [], {}
+        self._live, self._plan, self._stagings, self._dressed = [], None, {}, {}
         return released

@@ -189,8 +189,8 @@ class ForwardGuard:
     def __init__(self, module: Any, poison: Poison) -> None:
         mine = vars(module)
         self._poison = poison
+        self._module = module
         self._own = mine.get("forward")
-        self._forward = module.forward
         mine["forward"] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -201,7 +201,9 @@ class ForwardGuard:
         """
         if current_session() is None:
             raise self._poison.error()
-        return self._forward(*args, **kwargs)
+        if self._own is not None:
+            return self._own(*args, **kwargs)
+        return type(self._module).forward(self._module, *args, **kwargs)
 
     @classmethod
     def remove(cls, module: Any) -> None:

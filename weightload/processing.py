@@ -173,6 +173,6 @@ def _compare_again(unit: Unit, twins: _Twins, verification: Verification) -> Non
         again.plan_commit()
         verification.units += 1
         for name, live, new in again.planned_copies():
-            verification.compare(name, live, new)
+            verification.compare(f"{unit.name}: {name}", live, new)
     finally:
         again.restore()

@@ -21,6 +21,7 @@ __all__ = [
     "Fingerprint",
     "TensorSpec",
     "describe_change",
+    "inner_tensors",
     "make_twins",
     "new_group",
     "rebound",
@@ -29,6 +30,14 @@ __all__ = [
 ]
 
 Tensor = torch.Tensor
+_FLATTEN = "__tensor_flatten__"
+_SPARSE = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
 
 
 def storage_key(tensor: Tensor) -> int | None:
@@ -37,11 +46,38 @@ def storage_key(tensor: Tensor) -> int | None:
     The number is valid as long as somebody holds the storage. Wrapper subclasses that keep their
     data in inner tensors have none.
     """
+    if hasattr(type(tensor), _FLATTEN):
+        return None
     try:
         key: int = tensor.untyped_storage()._cdata
         return key
     except (NotImplementedError, RuntimeError, ValueError):
         return None
+
+
+def inner_tensors(tensor: Tensor) -> dict[str, Tensor]:
+    """Return the tensors that hold the data of ``tensor``, by name; none if it holds it itself.
+
+    Those of a wrapper subclass are named by its ``__tensor_flatten__``; without that method they
+    are its attributes. A sparse tensor has indices and values.
+    """
+    if hasattr(type(tensor), _FLATTEN):
+        named: Any = tensor
+        return {name: getattr(tensor, name) for name in named.__tensor_flatten__()[0]}
+    if tensor.layout in _SPARSE:
+        return {name: getattr(tensor, name)() for name in _SPARSE[tensor.layout]}
+    if type(tensor) is Tensor or _backed(tensor):
+        return {}
+    return {name: value for name, value in vars(tensor).items() if isinstance(value, Tensor)}
+
+
+def _backed(tensor: Tensor) -> bool:
+    """Whether the storage of ``tensor`` is there; that of a wrapper is only a name."""
+    try:
+        tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError, ValueError):
+        return False
+    return True
 
 
 @attrs.frozen(kw_only=True, repr=False)
@@ -57,6 +93,7 @@ class Fingerprint:
         stride: strides, in elements.
         dtype: type of the elements.
         device: where the storage is.
+        inner: the fingerprints of the tensors that hold the data, if it is not in the storage.
     """
 
     storage: torch.UntypedStorage | None
@@ -67,11 +104,14 @@ class Fingerprint:
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    inner: dict[str, Fingerprint] = attrs.field(factory=dict)
 
     @classmethod
     def of(cls, tensor: Tensor) -> Fingerprint:
         """Take the fingerprint of ``tensor``."""
-        storage = None if storage_key(tensor) is None else tensor.untyped_storage()
+        inner = inner_tensors(tensor)
+        own = not inner and storage_key(tensor) is not None and _backed(tensor)
+        storage = tensor.untyped_storage() if own else None
         backed = storage is not None and not tensor.is_meta
         return cls(
             storage=storage,
@@ -82,6 +122,7 @@ class Fingerprint:
             stride=tuple(tensor.stride()) if storage is not None else (),
             dtype=tensor.dtype,
             device=tensor.device,
+            inner={name: cls.of(part) for name, part in inner.items()},
         )
 
     def difference(self, tensor: Tensor) -> str | None:
@@ -97,6 +138,13 @@ class Fingerprint:
             before, after = getattr(self, name), getattr(now, name)
             if before != after:
                 return f"its {name} was {before} and is {after}"
+        parts = inner_tensors(tensor) if self.inner or now.inner else {}
+        if self.inner.keys() != parts.keys():
+            return f"its inner tensors were {sorted(self.inner)} and are {sorted(parts)}"
+        for name, mark in self.inner.items():
+            problem = mark.difference(parts[name])
+            if problem is not None:
+                return f"inner tensor {name!r}: {problem}"
         return None
 
 
@@ -106,8 +154,10 @@ def describe_change(live: Tensor, new: Tensor) -> str | None:
         before, after = getattr(live, name), getattr(new, name)
         if before != after:
             return f"{name} {_short(before)} became {_short(after)}"
-    if live.layout is torch.strided and live.stride() != new.stride() and live.numel():
-        return f"stride {tuple(live.stride())} became {tuple(new.stride())}"
+    if live.layout is torch.strided and live.numel():
+        strides = zip(live.shape, live.stride(), new.stride(), strict=True)
+        if any(before != after for size, before, after in strides if size > 1):
+            return f"stride {tuple(live.stride())} became {tuple(new.stride())}"
     return None
 
 

@@ -10,6 +10,7 @@ from weightload.storage import (
     Fingerprint,
     TensorSpec,
     describe_change,
+    inner_tensors,
     make_twins,
     new_group,
     rebound,
@@ -91,6 +92,7 @@ def test_a_tensor_that_went_to_meta_differs():
         (torch.zeros(2), torch.ones(2, device="meta"), "device cpu became meta"),
         (torch.zeros(2), torch.ones(2).to_sparse(), "layout torch.strided became torch.sparse_coo"),
         (torch.zeros(0, 3), torch.ones(3, 0).t(), None),
+        (torch.zeros(1, 3), torch.ones(3, 1).t(), None),
     ],
 )
 def test_a_new_value_fits_if_it_can_be_copied_as_it_is(live, new, said):
@@ -228,20 +230,63 @@ def test_select_returns_the_view_that_a_region_names():
     assert select(torch.tensor(5), ()).item() == 5
 
 
-def test_wrappers_without_memory_of_their_own_have_no_key():
-    from torch.utils._python_dispatch import TorchDispatchMode  # noqa: F401
+class Wrapper(torch.Tensor):
+    """Its data is in a tensor that it holds; what it says of its own storage is only a name."""
 
-    class Wrapper(torch.Tensor):
-        @staticmethod
-        def __new__(cls, inner):
-            return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
 
-        def __init__(self, inner):
-            self.inner = inner
+    def __init__(self, inner):
+        self.inner = inner
 
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            raise NotImplementedError
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        raise NotImplementedError
 
-    one, two = Wrapper(torch.zeros(2)), Wrapper(torch.zeros(2))
+
+class Telling(Wrapper):
+    """Says what it holds."""
+
+    def __tensor_flatten__(self):
+        return ["inner"], None
+
+
+@pytest.mark.parametrize("cls", [Wrapper, Telling])
+def test_wrappers_without_memory_of_their_own_share_no_key(cls):
+    one, two = cls(torch.zeros(2)), cls(torch.zeros(2))
     assert storage_key(torch.zeros(2)) is not None
     assert storage_key(one) is None or storage_key(one) != storage_key(two)
+
+
+@pytest.mark.parametrize("cls", [Wrapper, Telling])
+def test_the_fingerprint_of_a_wrapper_is_that_of_the_tensors_inside(cls):
+    """The wrapper stays the same object when its data moves away."""
+    wrapper = cls(torch.zeros(2))
+    mark = Fingerprint.of(wrapper)
+    wrapper.inner.fill_(3)
+    assert mark.difference(wrapper) is None
+    assert mark.difference(cls(wrapper.inner)) is None
+    wrapper.inner = torch.zeros(2)
+    assert mark.difference(wrapper) == "inner tensor 'inner': it has another storage"
+    assert mark.difference(torch.zeros(2)) is not None
+
+
+def test_the_fingerprint_of_a_sparse_tensor_is_that_of_its_indices_and_values():
+    sparse = torch.eye(3).to_sparse()
+    mark = Fingerprint.of(sparse)
+    sparse._values().fill_(3)
+    assert mark.difference(sparse) is None
+    sparse.copy_(torch.ones(3, 3).to_sparse())
+    assert "another storage" in mark.difference(sparse)
+
+
+def test_inner_tensors_are_those_that_hold_the_data():
+    plain = torch.zeros(2)
+    plain.attached = torch.zeros(3)
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.attached = torch.zeros(3)
+    wrapper = Telling(plain)
+    wrapper.attached = torch.zeros(3)
+    assert inner_tensors(plain) == inner_tensors(parameter) == {}
+    assert inner_tensors(wrapper) == {"inner": plain}
+    assert inner_tensors(torch.eye(2).to_sparse()).keys() == {"_indices", "_values"}

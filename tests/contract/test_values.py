@@ -1,0 +1,120 @@
+"""Types and values: floats are cast and counted, everything lossier is refused before it is written."""
+
+import pytest
+import torch
+
+from weightload import SessionState, WeightLoadSession, WeightMismatchError
+from weightload.testing import TOYS, Bench
+from weightload.testing.oracle import check_equal, expected, identical, outputs
+
+NAME = "layers.1.weight"
+SOURCES = {
+    "mapping": lambda state: state,
+    "list": lambda state: list(state.items()),
+    "iterator": lambda state: iter(list(state.items())),
+}
+
+
+@pytest.fixture
+def bench():
+    return Bench(TOYS["repacked"])
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_floats_are_cast_to_the_type_of_their_place_and_counted(bench, dtype, source):
+    """The right value is that of a fresh load of the tensor, cast by hand."""
+    state = bench.state(2)
+    sent = {**state, NAME: state[NAME].to(dtype)}
+    with bench.session() as session:
+        session.load(SOURCES[source](sent))
+    check_equal(bench.model, bench.factory, {**state, NAME: sent[NAME].float()})
+    assert session.receipt.casts == 1
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.int64, torch.int8, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn],
+)
+def test_what_is_lossier_is_refused(bench, dtype, source):
+    state = bench.state(2)
+    state = {NAME: state[NAME].to(dtype), **{n: t for n, t in state.items() if n != NAME}}
+    session = bench.open()
+    with pytest.raises(WeightMismatchError, match=rf"{NAME}.*{dtype}.*float32") as caught:
+        session.load(SOURCES[source](state))
+    assert session.state is SessionState.ABORTED
+    assert caught.value.facts["found"] == str(dtype)
+    bench.check_ended(session, caught.value)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("commit", ["stream", "atomic"])
+def test_a_value_that_is_not_finite_is_refused_by_name_and_index(bench, value, source, commit):
+    state = bench.state(2)
+    state[NAME][3, 5] = value
+    session = bench.open(check_finite=True, commit=commit)
+    with pytest.raises(WeightMismatchError, match=rf"{NAME}.*\[3, 5\]") as caught:
+        session.load(SOURCES[source](state))
+    assert caught.value.facts["index"] == [3, 5]
+    if source != "iterator" or commit == "atomic":
+        assert session.state is SessionState.ABORTED
+    bench.check_ended(session, caught.value)
+    bench.serves = bench.serves or bench.state(1)
+    bench.check_recovers()
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16])
+def test_narrow_floats_are_checked_as_well(dtype):
+    from weightload.intake import finite
+
+    tensor = torch.ones(4, 4).to(dtype)
+    assert finite(tensor)
+    tensor[2, 1] = float("nan")
+    assert not finite(tensor)
+    assert finite(torch.ones(2, dtype=torch.int32))
+    assert finite(torch.empty(0))
+
+
+def test_without_the_check_the_value_goes_where_a_fresh_load_puts_it():
+    """An engine may want NaN in its weights; then it gets exactly the NaN of a fresh load."""
+    bench = Bench(TOYS["plain"])
+    state = bench.state(2)
+    state[NAME][3, 5] = float("nan")
+    with bench.session() as session:
+        session.load(state)
+    assert identical(outputs(bench.model), expected(bench.factory, state))
+    assert session.receipt.outcome == "finished"
+
+
+def test_a_value_that_the_type_of_its_place_cannot_hold_is_refused():
+    """70,000 is finite as float32 and infinite as float16."""
+
+    class Half(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(4).half(), requires_grad=False)
+
+    model = Half()
+    with WeightLoadSession(model) as session:
+        session.load({"weight": torch.ones(4).half()})
+    sent = torch.tensor([1.0, 2.0, 70_000.0, 3.0])
+    with (
+        pytest.raises(WeightMismatchError, match=r"infinite as torch\.float16"),
+        WeightLoadSession(model, check_finite=True) as session,
+    ):
+        session.load({"weight": sent})
+    assert torch.equal(model.weight, torch.ones(4).half())
+    with WeightLoadSession(model) as session:
+        session.load({"weight": sent})
+    assert model.weight[2].isinf()
+
+
+def test_a_check_of_shapes_and_types_needs_no_data(bench):
+    forms = {name: (tuple(t.shape), t.dtype) for name, t in bench.state(2).items()}
+    session = bench.open()
+    session.check(forms, complete=True)
+    with pytest.raises(WeightMismatchError, match=r"int32"):
+        session.check({**forms, NAME: (forms[NAME][0], torch.int32)}, complete=True)
+    assert session.state is SessionState.ABORTED

@@ -1,0 +1,124 @@
+"""verify= compares what is live with what was sent, by another way than the one it came."""
+
+import pytest
+import torch
+
+from weightload import UsageError, VerificationError, poison_of
+from weightload.digest import digest
+from weightload.testing import TOYS, Bench
+from weightload.verifying import SAMPLE, Verification
+
+
+@pytest.mark.parametrize("commit", ["stream", "atomic"])
+@pytest.mark.parametrize("toy", TOYS)
+def test_a_right_load_passes(toy, commit):
+    bench = Bench(TOYS[toy])
+    session = bench.reload(bench.state(2), verify="full", commit=commit)
+    verified = session.receipt.verified
+    assert verified["mode"] == "full"
+    assert verified["tensors"] > 0
+    assert verified["nbytes"] > 0
+    bench.check_recovers()
+
+
+def test_what_was_written_in_place_is_compared_with_what_was_sent():
+    """Somebody writes to a live tensor behind the session, after its loader."""
+    bench = Bench(TOYS["plain"])
+    session = bench.open(verify="full")
+    session.load(bench.state(2))
+    bench.model.layers[1].weight.data[2, 3] += 1
+    with pytest.raises(VerificationError, match=r"layers\.1\.weight"):
+        session.finish()
+    assert poison_of(bench.model) is not None
+    bench.serves = None
+    bench.reload(bench.state(3), verify="full")
+
+
+def test_values_that_changed_places_are_seen():
+    bench = Bench(TOYS["plain"])
+    session = bench.open(verify="full")
+    session.load(bench.state(2))
+    weight = bench.model.layers[0].weight.data
+    weight.copy_(weight.flip(0).clone())
+    with pytest.raises(VerificationError, match=r"layers\.0\.weight"):
+        session.finish()
+
+
+@pytest.mark.parametrize("commit", ["stream", "atomic"])
+def test_a_hook_that_does_not_give_the_same_twice_is_found(commit):
+    bench = Bench(TOYS["repacked"])
+    bench.framework.calls.clear()
+    passes = []
+    original = type(bench.model.layers[0].quant_method).process_weights_after_loading
+
+    def drifting(method, layer):
+        passes.append(layer)
+        layer.weight.data.mul_(len(passes))
+        original(method, layer)
+
+    cls = type(bench.model.layers[0].quant_method)
+    cls.process_weights_after_loading = drifting
+    try:
+        with (
+            pytest.raises(VerificationError, match=r"layers\.0|layers\.2"),
+            bench.session(verify="full", commit=commit) as session,
+        ):
+            session.load(bench.state(2))
+    finally:
+        cls.process_weights_after_loading = original
+    bench.serves = None
+    bench.reload(bench.state(3), verify="full")
+
+
+def test_a_sample_is_small_and_another_one_in_each_version():
+    names = [f"layers.{index}.weight" for index in range(40 * SAMPLE)]
+    samples = [
+        {name for name in names if Verification(mode="sampled", salt=salt).wants(name)}
+        for salt in ("1", "2")
+    ]
+    for sample in samples:
+        assert 20 < len(sample) < 60
+    assert samples[0] != samples[1]
+    assert all(Verification(mode="full", salt="").wants(name) for name in names)
+
+
+def test_two_ranks_that_got_the_same_have_the_same_digest_and_others_have_not():
+    digests = []
+    for seed in (2, 2, 3):
+        bench = Bench(TOYS["repacked"])
+        session = bench.open(verify="full", version=7)
+        session.load(bench.state(seed))
+        digests.append(session.seal()["digest"])
+        session.finish()
+        assert session.receipt.verified["digest"] == digests[-1]
+    assert digests[0] == digests[1] != digests[2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.bool])
+@pytest.mark.parametrize("size", [1, 7, 8, 64, 1000, 1001])
+def test_a_digest_changes_with_every_byte_and_with_every_place(dtype, size):
+    generator = torch.Generator().manual_seed(size)
+    values = torch.randn(size, generator=generator)
+    tensor = values.to(dtype) if dtype is not torch.bool else values > 0
+    mark = digest(tensor)
+    assert mark == digest(tensor.clone())
+    raw = tensor.view(torch.uint8)
+    for index in {0, size // 2, raw.numel() - 1}:
+        raw[index] ^= 1
+        assert digest(tensor) != mark
+        raw[index] ^= 1
+    moved = tensor.roll(1)
+    if not torch.equal(moved, tensor):
+        assert digest(moved) != mark
+
+
+def test_a_digest_does_not_depend_on_how_a_tensor_lies_in_memory():
+    tensor = torch.arange(60.0).view(6, 10)
+    assert digest(tensor.t()) == digest(tensor.t().contiguous())
+    assert digest(torch.arange(61.0)[1:]) == digest(torch.arange(61.0)[1:].clone())
+    assert digest(torch.empty(0)) == 0
+
+
+def test_a_mode_that_does_not_exist_is_refused():
+    with pytest.raises(UsageError, match="'sampled' or 'full'"):
+        Bench(TOYS["plain"]).session(verify="some")
