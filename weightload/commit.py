@@ -26,7 +26,7 @@ class CommitCount:
 
 _STRUCTURE = frozenset((*SECTIONS, "_modules"))
 """Attributes of a module that are no values of their own."""
-_Put = tuple[dict[Any, Any], Any, Any]
+_Put = tuple[Any, Any, Any]
 
 
 @attrs.define(kw_only=True, repr=False)
@@ -68,6 +68,26 @@ class OwnerPlan:
                     problems.append(f"{where}: {problem}")
                 elif value is not new:
                     self.puts.append((now, name, value))
+
+    def exact(self, found: Reconciliation, path: str, states: Mapping[int, ObjectState]) -> None:
+        """Compare what a rule says is at ``path``, and look at nothing else.
+
+        Args:
+            found: collects the copies.
+            path: attributes, keys or indices from the module on, with dots between them.
+            states: what each object of the unit was while live, by its id.
+        """
+        old: Any = self.live.owner
+        new: Any = self.live.owner
+        before, holder, step = MISSING, new, ""
+        for step in path.split("."):
+            state = states.get(id(old))
+            before = _step(old, step) if state is None else _in_state(state, step)
+            holder, old, new = new, before, _step(new, step)
+        kept = found.match(before, new, f"{self.name}.{path}")
+        if kept is not new:
+            inside = vars(holder) if hasattr(holder, "__dict__") else holder
+            self.puts.append((inside, _key_of(inside, step), kept))
 
     def attributes(self, found: Reconciliation, *, inferred: bool) -> None:
         """Compare all other attributes with what they were while live."""
@@ -143,6 +163,7 @@ def plan_commit(
     names: Mapping[int, str],
     dressed: Mapping[int, Mapping[str, Any]],
     problems: list[str],
+    exact: Mapping[int, Sequence[str]] | None = None,
     *,
     inferred: bool,
 ) -> CommitPlan:
@@ -156,6 +177,8 @@ def plan_commit(
         names: their names by id, for messages.
         dressed: by id of a tensor that the hooks found, the attributes that it had then.
         problems: is extended by what does not fit.
+        exact: by id of a module, where rules say that its derived tensors are; without it, all
+            attributes are walked.
         inferred: whether what the hooks did was worked out, so that an attribute that a hook did
             not make again is taken for the engine's.
     """
@@ -167,10 +190,39 @@ def plan_commit(
     for owner in owners:
         owner.slots(found, problems)
     slot_copies = len(found.copies)
+    states = {id(live.owner): live for live in lives}
     for owner in owners:
-        owner.attributes(found, inferred=inferred)
+        if exact is None:
+            owner.attributes(found, inferred=inferred)
+        for path in (exact or {}).get(id(owner.live.owner), ()):
+            owner.exact(found, path, states)
     problems += found.conflicts
     return CommitPlan(owners=owners, found=found, slot_copies=slot_copies)
+
+
+def _in_state(state: ObjectState, step: str) -> Any:
+    """Return an attribute as it was while live."""
+    for section in SECTIONS:
+        if step in state.contents.get(section, ()):
+            return state.contents[section][step]
+    return state.contents.get(step, state.values.get(step, MISSING))
+
+
+def _step(value: Any, step: str) -> Any:
+    """Return the attribute, the item of a mapping or the item of a sequence called ``step``."""
+    if value is MISSING:
+        return MISSING
+    if isinstance(value, Mapping | list | tuple):
+        key = _key_of(value, step)
+        try:
+            return value[key]
+        except (KeyError, IndexError):
+            return MISSING
+    return getattr(value, step, MISSING)
+
+
+def _key_of(container: Any, step: str) -> Any:
+    return int(step) if isinstance(container, list | tuple) else step
 
 
 def _is_ours(name: str) -> bool:

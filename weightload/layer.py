@@ -7,7 +7,7 @@ hook changes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
@@ -65,16 +65,28 @@ class Hook:
             ProcessingError: the hook raised.
         """
         self.attempted = True
+        self._call(self.rule.run, f"The {self.rule.role.value} hook")
+        self.done = True
+
+    def rebind(self) -> None:
+        """Let the rule build again what knows addresses, if it does.
+
+        Raises:
+            ProcessingError: it raised.
+        """
+        if self.rule.rebind is not None:
+            self._call(self.rule.rebind, "The rebind hook")
+
+    def _call(self, what: Callable[[nn.Module], object], called: str) -> None:
         try:
-            self.rule.run(self.module)
+            what(self.module)
         except Exception as error:
             raise ProcessingError(
-                f"The {self.rule.role.value} hook of module {self.name!r} "
-                f"({type(self.module).__qualname__}) raised {type(error).__name__}: {error}",
+                f"{called} of module {self.name!r} ({type(self.module).__qualname__}) raised "
+                f"{type(error).__name__}: {error}",
                 module=self.name,
                 role=self.rule.role.value,
             ) from error
-        self.done = True
 
 
 @attrs.define(kw_only=True, eq=False, repr=False)
@@ -185,7 +197,9 @@ class Unit:
         """
         problems: list[str] = []
         names = {id(module): name for name, module in self.modules.items()}
-        self._plan = plan_commit(self._live, names, self._dressed, problems, inferred=self.inferred)
+        self._plan = plan_commit(
+            self._live, names, self._dressed, problems, self._exact(), inferred=self.inferred
+        )
         if problems:
             raise StorageChangedError(
                 f"Processing module {self.name!r} again gave tensors that do not fit the live "
@@ -195,6 +209,29 @@ class Unit:
                 module=self.name,
             )
 
+    def _exact(self) -> dict[int, list[str]] | None:
+        """Return where derived tensors are, by id of the module, if the rules say that of all."""
+        paths: dict[int, list[str]] = {}
+        for hook in self.hooks:
+            if hook.rule.derived is None:
+                return None
+            paths.setdefault(id(hook.module), []).extend(hook.rule.derived)
+        return paths if self.hooks else None
+
+    def rebind(self) -> None:
+        """Let rules build again what knows the addresses of tensors, now that these are final.
+
+        Raises:
+            ProcessingError: a rule's ``rebind`` raised.
+        """
+        for hook in self.hooks:
+            hook.rebind()
+
+    @property
+    def rebinds(self) -> bool:
+        """Whether the rules of all hooks build again what knows addresses."""
+        return bool(self.hooks) and all(hook.rule.rebind is not None for hook in self.hooks)
+
     @property
     def changes_something(self) -> bool:
         """Whether the planned commit changes anything that computes."""
@@ -202,8 +239,13 @@ class Unit:
 
     @property
     def planned_moves(self) -> list[str]:
-        """What cannot keep its storage in the planned commit, as text with the reason."""
-        return [] if self._plan is None else self._plan.moves
+        """What cannot keep its storage in the planned commit, as text with the reason.
+
+        Opaque objects are not among them where rules build them again on the live tensors.
+        """
+        if self._plan is None:
+            return []
+        return self._plan.found.moved if self.rebinds else self._plan.moves
 
     def planned_copies(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """Yield path, live tensor and new tensor of every copy that a commit is going to make."""

@@ -118,6 +118,8 @@ class Processing:
             self.progress.mark_dirty()
         with self.progress.timed("copy", unit.name):
             self.board.commit(unit)
+            with _disable_current_modes():
+                unit.rebind()
         self.progress.module = None
 
     def _end(self, unit: Unit) -> None:

@@ -46,12 +46,20 @@ class ModuleRule:
         when: a further condition, called as ``when(module)``; a rule whose condition does not
             hold is passed over and the next type along the MRO is asked.
         reason: why the rule is there, for :meth:`ModuleRegistry.explain`.
+        rebind: called as ``rebind(module)`` after a reload has put the live tensors back in their
+            places: builds again what knows their addresses and cannot be looked into, such as a
+            handle of a C library. Strict storage then has nothing to refuse in such handles.
+        derived: where the tensors outside parameters and buffers are that the hook makes: paths
+            from the module on, such as ``"quant_method.kernel.scale"``. These keep their storage,
+            and nothing else is looked at; without it everything that the hook made is walked.
     """
 
     role: Role
     process: Callable[[Any], object] | None = None
     when: Callable[[Any], bool] | None = None
     reason: str = ""
+    rebind: Callable[[Any], object] | None = None
+    derived: tuple[str, ...] | None = None
 
     def __attrs_post_init__(self) -> None:
         """Refuse a rule without the hook that its role needs, or with one that nobody calls."""
