@@ -28,13 +28,18 @@ from torch import nn
 from weightload import (
     DuplicateWeightError,
     IncompleteLoadError,
+    ModelBusyError,
     ModuleRule,
     Role,
+    Scope,
     UnexpectedWeightError,
     UnsupportedError,
     WeightLoadSession,
     WeightMismatchError,
     current_session,
+    finish_reload,
+    open_session,
+    start_reload,
 )
 
 
@@ -664,6 +669,83 @@ def test_completeness_is_asked_once_over_all_buckets(commit):
         (pair for bucket in ([p] for p in second.items()) for pair in bucket), commit=commit
     )
     live.equals(second)
+
+
+@pytest.mark.holds("C13")
+def test_beginning_again_for_each_bucket_does_not_reset_what_was_done(commit):
+    """The caller begins before each bucket. The second beginning is refused and the load goes on:
+    the first layer is still done when the second has come."""
+    live = Live(lambda: Net(Negated(), Plain()), _two(1.0, 2.0))
+    refusals = []
+    for pair in _two(3.0, 4.0).items():
+        try:
+            start_reload(live.model, commit=commit)
+        except ModelBusyError as error:
+            refusals.append(error.model_intact)
+        open_session(live.model).load([pair])
+    finish_reload(live.model)
+    assert refusals == [True]
+    live.equals(_two(3.0, 4.0))
+
+
+@pytest.mark.holds("C14")
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 6])
+def test_processing_is_once_per_load_however_it_is_cut(size, commit):
+    """A hook that ran for each chunk would have negated twice, or three shards out of six."""
+    state = {
+        f"layers.{i}.weight/{shard}": number(10.0 * i + shard) for i in (0, 1) for shard in range(3)
+    }
+    live = Live(lambda: Net(Fused(), Fused()), {name: t + 1 for name, t in state.items()})
+    items = list(state.items())
+    with WeightLoadSession(live.model, commit=commit) as session:
+        for start in range(0, 6, size):
+            session.load(items[start : start + size])
+    assert session.receipt.hooks_run == 2
+    assert live.model.layers[1].weight.tolist() == [-10.0, -11.0, -12.0]
+    live.equals(state)
+
+
+class Scaled(nn.Module):
+    """A weight with its scale, which the hook folds into one tensor."""
+
+    role = Role.QUANT
+
+    def __init__(self):
+        super().__init__()
+        self.weight = parameter(2)
+        self.scale = parameter(1)
+
+    def process_weights_after_loading(self):
+        folded = self.weight.detach() * self.scale.detach()
+        self.weight = nn.Parameter(folded, requires_grad=False)
+        del self.scale
+
+    def forward(self, x):
+        return x * self.weight
+
+
+@pytest.mark.holds("C19")
+@pytest.mark.parametrize("part", ["weight", "scale"])
+def test_a_weight_without_its_scale_is_refused_and_both_alone_are_loaded(part, commit):
+    """To fold new weights with old scales would give what no checkpoint holds. Declared as a part,
+    the load does not begin; sent as everything, it does not finish."""
+    both = {"layers.0.weight": number(1.0, 2.0), "layers.0.scale": number(10.0)}
+    rest = {"layers.1.weight": number(3.0, 4.0)}
+    live = Live(lambda: Net(Scaled(), Plain()), {**both, **rest})
+    name, other = f"layers.0.{part}", f"layers.0.{'scale' if part == 'weight' else 'weight'}"
+    session = WeightLoadSession(live.model, commit=commit, scope=Scope.only([name]))
+    with pytest.raises(IncompleteLoadError, match=other) as caught:
+        session.prepare()
+    assert caught.value.model_intact
+    live.unchanged()
+    new = {"layers.0.weight": number(5.0, 6.0), "layers.0.scale": number(100.0)}
+    with live.refuses(IncompleteLoadError, other, commit=commit) as session:
+        session.load(iter([(name, new[name])]))
+        session.finish()
+    live.unchanged()
+    live.reload(new, commit=commit, scope=Scope.only(list(new)))
+    assert live.model.layers[0].weight.tolist() == [500.0, 600.0]
+    live.equals({**new, **rest})
 
 
 class Rotary(nn.Module):

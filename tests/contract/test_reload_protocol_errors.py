@@ -328,6 +328,19 @@ def test_what_never_came_is_missing_by_name(sent, missing, commit):
     live.equals(two_layers(20.0))
 
 
+@pytest.mark.holds("W4")
+def test_a_projection_alone_is_refused_where_all_three_are_packed_together(commit):
+    """Declared as all that is coming, it does not even begin; the others are named."""
+    live = Live(lambda: Net(Fused(), Fused()), two_layers(1.0))
+    session = WeightLoadSession(live.model, commit=commit, scope=Scope.only([NAMES[0]]))
+    with pytest.raises(IncompleteLoadError, match=f"{NAMES[1]}, {NAMES[2]}") as caught:
+        session.prepare()
+    assert caught.value.model_intact
+    live.unchanged()
+    live.reload(shards(20.0), commit=commit, scope=Scope.only(NAMES))
+    live.equals({**two_layers(1.0), **shards(20.0)})
+
+
 @pytest.mark.holds("frameworks-K")
 def test_a_session_for_each_chunk_is_refused(commit):
     """Each chunk alone is incomplete, and the rows of the others are not garbage."""

@@ -14,6 +14,7 @@ from weightload import (
     IncompleteLoadError,
     Role,
     UnexpectedWeightError,
+    UnsupportedError,
     WeightLoadSession,
     WeightMismatchError,
 )
@@ -269,6 +270,81 @@ def test_the_experts_of_other_ranks_are_counted_and_not_copied(how, commit):
     assert (session.receipt.consumed.count, session.receipt.skipped.count) == (2, 2)
     assert live.model.seen == {name: tensor.data_ptr() for name, tensor in state.items()}
     live.equals(state)
+
+
+class Placed(Net):
+    """Has four experts, and a table that says in which row each of them is."""
+
+    asks = False
+
+    def __init__(self):
+        super().__init__(Plain(4))
+        self.places = [0, 1, 2, 3]
+
+    def store(self, name, tensor):
+        expert = int(name[-1])
+        row = self.places[expert] if self.asks else expert
+        self.layers[0].weight.data[row : row + 1].copy_(tensor)
+
+    def weights(self):
+        return [self.layers[0].weight[row].item() for row in self.places]
+
+
+class Balancer:
+    """Moves experts, some of them later in the background; it alone knows when that is over."""
+
+    def __init__(self, model):
+        self.model = model
+        self.pending = None
+
+    def move(self, places):
+        rows = self.model.layers[0].weight
+        rows.data.copy_(number(*(self.model.weights()[places.index(row)] for row in range(4))))
+        self.model.places = places
+
+    def veto(self, model):
+        if self.pending is not None:
+            return "experts are being moved; wait for it"
+        if model.places != [0, 1, 2, 3]:
+            return "experts are not where the checkpoint's names are for; move them back"
+        return None
+
+
+def experts(*values):
+    return {f"expert.{index}": number(value) for index, value in enumerate(values)}
+
+
+@pytest.mark.holds("E03")
+def test_whoever_moves_experts_can_refuse_a_load(commit):
+    """The loader writes to the rows of the first load, where other experts are by now. The owner
+    of the table refuses until they are back, and until nothing is moved in the background."""
+    live = Live(Placed, experts(10.0, 20.0, 30.0, 40.0))
+    balancer = Balancer(live.model)
+    balancer.move([0, 2, 1, 3])
+    assert live.model.weights() == [10.0, 20.0, 30.0, 40.0]
+    live.reload(experts(110.0, 120.0, 130.0, 140.0), commit=commit)
+    assert live.model.weights() == [110.0, 130.0, 120.0, 140.0], "this is the defect"
+
+    live.look()
+    for pending in (None, "a copy"):
+        balancer.pending = pending
+        with pytest.raises(UnsupportedError, match="experts are"):
+            live.open(commit=commit, veto=[balancer.veto])
+        live.unchanged()
+    balancer.pending = None
+    balancer.move([0, 1, 2, 3])
+    live.reload(experts(110.0, 120.0, 130.0, 140.0), commit=commit, veto=[balancer.veto])
+    assert live.model.weights() == [110.0, 120.0, 130.0, 140.0]
+
+
+@pytest.mark.holds("E03")
+def test_a_loader_that_asks_where_an_expert_is_finds_the_present_place(commit):
+    """Nothing of where the first load wrote is taken for granted."""
+    live = Live(Placed, experts(10.0, 20.0, 30.0, 40.0))
+    live.model.asks = True
+    Balancer(live.model).move([3, 0, 1, 2])
+    live.reload(iter(experts(110.0, 120.0, 130.0, 140.0).items()), commit=commit)
+    assert live.model.weights() == [110.0, 120.0, 130.0, 140.0]
 
 
 # ------------------------------------------------------------------------------ names
