@@ -28,7 +28,7 @@ def test_the_caller_hears_of_it_at_once(client, core, moment, run_case):
     """A reload of a lost engine is refused as well, and leaves no shared memory behind."""
     several = "1" if core == "in a process of its own" else "0"
     environment = {**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": several}
-    case = run_case("killed", client=client, moment=moment, environment=environment, timeout=90)
+    case = run_case("killed", client=client, moment=moment, environment=environment, timeout=150)
     assert case["healthy"]["error"] is None
     for attempt in (case["killed"], case["once more"]):
         assert attempt["error"] == "EngineLostError"
