@@ -56,6 +56,7 @@ CALLS = {
 }
 
 
+@pytest.mark.holds("H03", "H08")
 @pytest.mark.parametrize("call", CALLS)
 def test_every_way_to_run_it_is_refused(call):
     bench, _ = poisoned()
@@ -152,6 +153,7 @@ def test_hooks_may_call_the_model_while_a_session_cures_it():
     assert float(model.peak) == 7.0
 
 
+@pytest.mark.holds("H05")
 def test_poison_is_recorded_before_anything_is_cleaned_up():
     """Whoever is called during the clean-up, or fails in it, finds the model refused."""
     bench = Bench(TOYS["repacked"])

@@ -79,6 +79,7 @@ def fault_problems(label, found):
         yield f"does not get back to A: {found['then A']}"
 
 
+@pytest.mark.holds("H07", "H14")
 @pytest.mark.parametrize(
     ("family", "extension", "core"),
     [

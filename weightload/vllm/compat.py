@@ -180,6 +180,52 @@ def recorded_format(module: nn.Module) -> dict[tuple[str, str], torch.Tensor] | 
     return found
 
 
+def gather_from_ranks(value: Any, size: int) -> list[Any]:
+    """Return what every rank of the engine has; each of them must call this."""
+    import torch.distributed
+    from vllm.distributed import get_world_group
+
+    found: list[Any] = [None] * size
+    torch.distributed.all_gather_object(found, value, group=get_world_group().cpu_group)
+    return found
+
+
+def engine_config(worker: Any) -> contextlib.AbstractContextManager[Any]:
+    """Enter the engine's configuration, as vLLM does around its own updates."""
+    from vllm.config import set_current_vllm_config
+
+    return set_current_vllm_config(worker.vllm_config)
+
+
+def why_not_through_sessions(engine: Any) -> str | None:
+    """Say why what a transfer engine receives cannot be given to a session, or return ``None``.
+
+    Engines that hand tensors in checkpoint format to ``load_weights`` wrap the model's loaders
+    when an update starts, and that is how they are told: others write to live tensors.
+    """
+    start = getattr(type(engine), "start_weight_update", None)
+    try:
+        source = inspect.getsource(start) if start is not None else ""
+    except (OSError, TypeError):
+        source = ""
+    if getattr(engine, "weightload_checkpoint_format", False):
+        return None
+    if "initialize_layerwise_reload" in source and "_uses_load_weights" not in source:
+        return None
+    return (
+        f"{type(engine).__name__} writes into live tensors past the model's loaders, so nothing "
+        f"of what it does can be checked or undone. Use a transport of whole tensors in "
+        f"checkpoint format, such as 'nccl' or 'ipc'."
+    )
+
+
+def captures_graphs(vllm_config: Any, device: torch.device) -> bool:
+    """Whether the engine captures graphs, which know the addresses of tensors."""
+    config = getattr(vllm_config, "compilation_config", None)
+    mode = getattr(config, "cudagraph_mode", None)
+    return device.type != "cpu" and getattr(mode, "name", "NONE") != "NONE"
+
+
 def _executor(core: Any) -> Any:
     return getattr(getattr(core, "engine_core", None), "model_executor", None)
 
