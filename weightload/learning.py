@@ -31,7 +31,7 @@ class Learning:
         self._load.grow(unit.allocate())
         self._load.counts.hooks_run += 1
         if not hook.first:
-            with StaleReads(self._load.stale):
+            with StaleReads(self._load.stale), unit.births:
                 hook.run()
             return
         scope = scope_of(hook.module, self._load.framework.registry)
