@@ -53,7 +53,7 @@ class OwnerPlan:
         """Compare parameters and buffers with what they were while live."""
         for section in SECTIONS if self.is_module else ():
             before, now = self.live.contents[section], vars(self.live.owner)[section]
-            for name in before.keys() | now.keys():
+            for name in dict.fromkeys((*before, *now)):
                 where = f"{self.name}.{name}"
                 old, new = before.get(name), now.get(name)
                 if old is None and new is None:
@@ -93,7 +93,7 @@ class OwnerPlan:
     def attributes(self, found: Reconciliation, *, inferred: bool) -> None:
         """Compare all other attributes with what they were while live."""
         mine = vars(self.live.owner)
-        for name in self.live.values.keys() | mine.keys():
+        for name in dict.fromkeys((*self.live.values, *mine)):
             if (self.is_module and name in _STRUCTURE) or _is_ours(name):
                 continue
             old = self.live.values.get(name, MISSING)

@@ -7,6 +7,7 @@ what a kernel read does not show in eager mode, and shows here.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,10 +17,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from weightload.errors import WeightLoadError
 from weightload.testing.bench import Bench
 from weightload.testing.models import Factory, State, ToyModel, make_state
 from weightload.testing.oracle import (
+    Kept,
     expected,
     fresh,
     identical,
@@ -213,10 +214,10 @@ def check_reloads(
     """
     bench = Bench(factory)
     results = [expected(factory, bench.state(number)) for number in (1, *numbers)]
-    pairs = zip(results, results[1:], strict=False)
+    pairs = itertools.pairwise(results)
     require(not any(identical(one, two) for one, two in pairs), "equal results prove nothing")
     outputs(bench.model)
-    graph = CapturedGraph(bench.model)
+    graph, bench.kept = CapturedGraph(bench.model), Kept.of(bench.model)
     for number, want in zip(numbers, results[1:], strict=True):
         session = bench.reload(bench.state(number), strict=True, **(options or {}))
         require(identical(graph(bench.model.example()), want), "the captured graph is stale")

@@ -57,12 +57,15 @@ class ScaledTensor(Tensor):
     """
 
     @staticmethod
-    def __new__(cls, packed: Tensor, scale: Tensor, rounding: int = 127) -> ScaledTensor:
+    def __new__(
+        cls: type[Tensor], packed: Tensor, scale: Tensor, rounding: int = 127
+    ) -> ScaledTensor:
         """Make a tensor without memory of its own."""
-        made: ScaledTensor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: Any = Tensor._make_wrapper_subclass(
             cls, packed.shape, dtype=scale.dtype, device=packed.device
         )
-        return made
+        whole: ScaledTensor = made
+        return whole
 
     def __init__(self, packed: Tensor, scale: Tensor, rounding: int = 127) -> None:
         self.packed, self.scale, self.rounding = packed, scale, rounding
@@ -89,7 +92,7 @@ class ScaledTensor(Tensor):
         return cls(inner["packed"], inner["scale"], rounding)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Compute with the plain value; only a look at the whole stays packed."""
@@ -115,8 +118,8 @@ class GroupedKernel:
 
     def __init__(self, weight: Tensor) -> None:
         self.config = GroupedConfig(weight.abs().amax(1))
-        self.by_name = {"alpha": weight.mean(0), "groups": {"beta": weight.std(0)}}
-        self.stages = [weight.amin(0), (weight.amax(0), [weight.sum(0)])]
+        self.by_name: dict[str, Any] = {"alpha": weight.mean(0), "groups": {"beta": weight.std(0)}}
+        self.stages: list[Any] = [weight.amin(0), (weight.amax(0), [weight.sum(0)])]
         self.scaled: Callable[[Tensor], Tensor] = functools.partial(torch.mul, weight.median(1)[0])
         self.shifted = self._shift_by(weight.sum(1))
         self.packed = ScaledTensor.pack(weight)
@@ -134,7 +137,8 @@ class GroupedKernel:
         x = torch.tanh(functional.linear(x, self.packed.unpack()) * self.config.scale)
         x = self.shifted(self.scaled(x)) / self.config.strides[0]
         x = x * self.by_name["alpha"] + self.by_name["groups"]["beta"]
-        return torch.tanh(x - minimum) * maximum + total * self.config.strides[1]
+        result: Tensor = torch.tanh(x - minimum) * maximum + total * self.config.strides[1]
+        return result
 
     def tensors(self) -> dict[str, Tensor]:
         """Return every tensor that a captured graph knows."""
