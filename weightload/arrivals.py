@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from weightload.entries import Entry, Load, Staging
+from weightload.entries import Entry, Load
 from weightload.errors import (
     DuplicateWeightError,
     UnexpectedWeightError,
@@ -35,7 +35,6 @@ class Arrivals:
         self.observer = WriteObserver(self)
         self._load = load
         self._by_watched: dict[int, Entry] = {}
-        self._stagings: dict[int, Staging] = {}
         self._closed: dict[int, Entry] = {}
         self._live: dict[int, tuple[str, Unit]] = {}
         self._ready: dict[int, Unit] = {}
@@ -48,7 +47,7 @@ class Arrivals:
         if entry.watched is not None:
             self._by_watched[id(entry.watched)] = entry
             if entry.staging is not None:
-                self._stagings[entry.watched.storage] = entry.staging
+                self._load.stagings[entry.watched.storage] = entry.staging
 
     def guard(self, unit: Unit) -> None:
         """Refuse writes to the live tensors of a parked ``unit``, and reads once it is done.
@@ -66,7 +65,7 @@ class Arrivals:
     def end(self, entry: Entry) -> None:
         """Refuse all further writes to the tensor of ``entry``, whose unit is done."""
         if entry.watched is not None:
-            self._stagings.pop(entry.watched.storage, None)
+            self._load.stagings.pop(entry.watched.storage, None)
             self._by_watched.pop(id(entry.watched), None)
             self.observer.forget(entry.watched)
             entry.watched = None
@@ -76,9 +75,8 @@ class Arrivals:
 
     def before_touch(self, storage: int) -> None:
         """Give a twin its memory before the first operation on it."""
-        staging = self._stagings.get(storage)
-        if staging is not None:
-            self._load.grow(staging.allocate())
+        if storage in self._load.stagings:
+            self._load.allocate(storage)
             return
         entry = self._closed.get(storage)
         if entry is not None:

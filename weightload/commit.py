@@ -9,7 +9,9 @@ import attrs
 import torch
 from torch import nn
 
+from weightload.births import Births
 from weightload.derived import Reconciliation
+from weightload.ownership import ForwardGuard
 from weightload.record import MISSING, SECTIONS, ObjectState
 
 __all__ = ["CommitCount", "CommitPlan", "OwnerPlan", "plan_commit"]
@@ -52,7 +54,7 @@ class OwnerPlan:
         """Compare parameters and buffers with what they were while live."""
         for section in SECTIONS if self.is_module else ():
             before, now = self.live.contents[section], vars(self.live.owner)[section]
-            for name in before.keys() | now.keys():
+            for name in dict.fromkeys((*before, *now)):
                 where = f"{self.name}.{name}"
                 old, new = before.get(name), now.get(name)
                 if old is None and new is None:
@@ -92,12 +94,12 @@ class OwnerPlan:
     def attributes(self, found: Reconciliation, *, inferred: bool) -> None:
         """Compare all other attributes with what they were while live."""
         mine = vars(self.live.owner)
-        for name in self.live.values.keys() | mine.keys():
+        for name in dict.fromkeys((*self.live.values, *mine)):
             if (self.is_module and name in _STRUCTURE) or _is_ours(name):
                 continue
             old = self.live.values.get(name, MISSING)
             new = mine.get(name, MISSING)
-            if new is old and name not in self.live.contents:
+            if (new is old and name not in self.live.contents) or type(new) is ForwardGuard:
                 continue
             if new is MISSING and inferred:
                 # It was taken for the hook's, and the hook did not make it: it is the engine's.
@@ -116,11 +118,13 @@ class CommitPlan:
         owners: the objects.
         found: what is copied, and what could not keep its storage.
         slot_copies: how many of the copies are those of parameters and buffers; they come first.
+        hidden: tensors that hooks made and that are held where nothing tracks them, as text.
     """
 
     owners: list[OwnerPlan]
     found: Reconciliation
     slot_copies: int = 0
+    hidden: list[str] = attrs.field(factory=list)
 
     @property
     def changes_something(self) -> bool:
@@ -138,7 +142,27 @@ class CommitPlan:
     def moves(self) -> list[str]:
         """What does not keep its storage, or its place, as text with the reason."""
         opaque = [f"{path}: an opaque object was made anew" for path in self.found.opaque_paths]
-        return [*self.found.moved, *opaque]
+        return [*self.moved, *opaque]
+
+    @property
+    def moved(self) -> list[str]:
+        """The tensors among them."""
+        return [*self.found.moved, *self.hidden]
+
+    def name_hidden(self, name: str, births: Births) -> None:
+        """Look for tensors that hooks made and that were not found.
+
+        They are new, so captured graphs know others. What an opaque object may hold is left to it.
+
+        Args:
+            name: of the unit, for messages.
+            births: what its hooks made.
+        """
+        if not self.found.opaque:
+            self.hidden = [
+                f"{name}: a tensor of {text} that a hook made is held by what is not tracked"
+                for text in births.alive(self.found.found_keys)
+            ]
 
     def named_copies(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """Yield path, live tensor and new tensor of every copy that is going to be made."""
@@ -155,7 +179,7 @@ class CommitPlan:
             if owner.is_module:
                 _reorder(vars(owner.live.owner), owner.live)
         derived = len(self.found.copies) - self.slot_copies
-        return CommitCount(nbytes=nbytes, derived=derived, moved=len(self.found.moved))
+        return CommitCount(nbytes=nbytes, derived=derived, moved=len(self.moved))
 
 
 def plan_commit(

@@ -26,7 +26,7 @@ from torch import nn
 from weightload.pairs import Pairs
 from weightload.places import Place, is_atom, is_opaque, places_of, tensors_in
 from weightload.record import MISSING
-from weightload.storage import describe_change, inner_tensors
+from weightload.storage import describe_change, inner_tensors, storage_key
 
 __all__ = ["Reconciliation"]
 
@@ -94,6 +94,15 @@ class Reconciliation:
             if id(tensor) not in kept | replaced:
                 texts.setdefault(path, reason)
         return [f"{path}: {reason}" for path, reason in texts.items()]
+
+    @property
+    def found_keys(self) -> set[int | None]:
+        """Keys of the storages of every new tensor that was found."""
+        gained = [tensor for _, tensor, _ in self._gained]
+        queue = [*(found.new for found in self._tensors.values()), *gained]
+        for tensor in queue:
+            queue += inner_tensors(tensor).values()
+        return {storage_key(tensor) for tensor in queue}
 
     def match(self, old: Any, new: Any, where: str) -> Any:
         """Return the value to put where ``old`` was, ``new`` being what the hook put there.

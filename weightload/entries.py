@@ -165,6 +165,7 @@ class Load:
         by_tensor: the entry of each tensor that loaders see, by id.
         seeds: by id of the entry, values that a loader of the first load computed with.
         stale: names of live tensors that are staged and not committed, by storage key.
+        stagings: the memory behind the twins, by storage key.
         counts: numbers for the receipt.
     """
 
@@ -180,6 +181,7 @@ class Load:
     by_tensor: dict[int, Entry] = attrs.field(factory=dict)
     seeds: dict[int, ConstructedPart] = attrs.field(factory=dict)
     stale: dict[int, str] = attrs.field(factory=dict)
+    stagings: dict[int, Staging] = attrs.field(factory=dict)
     counts: Counts = attrs.field(factory=Counts)
     _staged_bytes: int = 0
 
@@ -199,6 +201,12 @@ class Load:
         entries = [self.by_tensor[id(tensor)] for tensor in tensors]
         return {id(entry): entry for entry in entries}
 
+    def allocate(self, storage: int) -> None:
+        """Give a twin its memory before the first operation on it."""
+        staging = self.stagings.get(storage)
+        if staging is not None:
+            self.grow(staging.allocate())
+
     def grow(self, nbytes: int) -> None:
         """Note that staging grew, or shrank, by so many bytes."""
         self._staged_bytes += nbytes
@@ -216,6 +224,7 @@ class Load:
             self.by_tensor,
             self.seeds,
             self.stale,
+            self.stagings,
             self.modules,
         ):
             collection.clear()

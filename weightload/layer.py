@@ -14,6 +14,7 @@ import attrs
 import torch
 from torch import nn
 
+from weightload.births import Births
 from weightload.commit import CommitCount, CommitPlan, plan_commit
 from weightload.entries import Entry, Staging, join
 from weightload.errors import ProcessingError, StorageChangedError, name_some
@@ -104,6 +105,7 @@ class Unit:
         fresh: its tensors had no data before this load, so what the hooks make becomes live.
         inferred: what the hooks did was worked out afterwards, not recorded.
         committed: whether it is done.
+        births: what its hooks made in this load.
     """
 
     modules: dict[str, nn.Module]
@@ -115,6 +117,7 @@ class Unit:
     fresh: bool = False
     inferred: bool = False
     committed: bool = False
+    births: Births = attrs.field(factory=Births)
     _live: list[ObjectState] = attrs.field(factory=list)
     _stagings: dict[int, Staging] = attrs.field(factory=dict)
     _dressed: dict[int, dict[str, Any]] = attrs.field(factory=dict)
@@ -200,6 +203,8 @@ class Unit:
         self._plan = plan_commit(
             self._live, names, self._dressed, problems, self._exact(), inferred=self.inferred
         )
+        if self._exact() is None:
+            self._plan.name_hidden(self.name, self.births)
         if problems:
             raise StorageChangedError(
                 f"Processing module {self.name!r} again gave tensors that do not fit the live "
@@ -245,7 +250,7 @@ class Unit:
         """
         if self._plan is None:
             return []
-        return self._plan.found.moved if self.rebinds else self._plan.moves
+        return self._plan.moved if self.rebinds else self._plan.moves
 
     def planned_copies(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """Yield path, live tensor and new tensor of every copy that a commit is going to make."""

@@ -31,7 +31,7 @@ class Learning:
         self._load.grow(unit.allocate())
         self._load.counts.hooks_run += 1
         if not hook.first:
-            with StaleReads(self._load.stale):
+            with StaleReads(self._load.stale, self._load.allocate), unit.births:
                 hook.run()
             return
         scope = scope_of(hook.module, self._load.framework.registry)
@@ -41,7 +41,7 @@ class Learning:
         for tensor in (*recording.tensors, *recording.loose.values()):
             observer.watch(tensor)
         try:
-            with observer:
+            with StaleReads({}, self._load.allocate), observer:
                 hook.run()
         except BaseException:
             recording.undo(writes.before)

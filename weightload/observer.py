@@ -8,7 +8,7 @@ listener before the write, and tells it after.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import attrs
@@ -208,18 +208,23 @@ class StaleReads(TorchDispatchMode):
 
     Args:
         stale: the name of each live tensor that is staged and not committed, by storage key.
+        touch: called with the storage key of every tensor that an operation is about to use, to
+            give it its memory if it is staged and nothing has touched it before.
     """
 
-    def __init__(self, stale: Mapping[int, str]) -> None:
+    def __init__(self, stale: Mapping[int, str], touch: Callable[[int], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._stale = stale
+        self._touch = touch
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run one operation, unless it has to do with a stale tensor."""
         for tensor in _tensors(args, kwargs or {}):
-            name = self._stale.get(storage_key(tensor) or 0)
+            key = storage_key(tensor) or 0
+            self._touch(key)
+            name = self._stale.get(key)
             if name is not None:
                 raise UnsupportedError(
                     f"the live tensor {name!r} was reached through an object that is not tracked, "

@@ -10,6 +10,7 @@ from weightload import (
     ModuleRule,
     ProcessingError,
     Role,
+    Scope,
     WeightLoadSession,
 )
 from weightload.storage import Fingerprint
@@ -161,3 +162,73 @@ def test_a_hook_whose_helper_is_named_reads_the_new_weights():
     with WeightLoadSession(model, commit="atomic") as session:
         session.load({"sinks": torch.full((WIDTH,), 2.0)})
     assert torch.equal(model(x), blind(2)(x))
+
+
+class Extra(nn.Module):
+    """Has a parameter that no checkpoint brings."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = parameter(WIDTH)
+        self.extra = parameter(WIDTH, fill=3.0)
+
+    def forward(self, x):
+        return torch.tanh(x * self.weight) + self.extra
+
+
+class Sum(nn.Module):
+    """Its hook reads what another module holds, and writes to it; neither contains the other."""
+
+    def __init__(self, other, *, writes):
+        super().__init__()
+        self.others, self.writes = (other,), writes
+
+    def process_weights_after_loading(self):
+        [other] = self.others
+        self.total = other.weight.detach() + other.extra.detach()
+        if self.writes:
+            other.extra.data.add_(other.weight.detach())
+
+    def forward(self, x):
+        return x + self.total
+
+
+class Sums(nn.Module):
+    """A hook of the model as a whole lets the sum be made."""
+
+    def __init__(self, *, writes):
+        super().__init__()
+        self.extra = Extra()
+        self.sum = Sum(self.extra, writes=writes)
+
+    def process_weights_after_loading(self):
+        self.sum.process_weights_after_loading()
+
+    def forward(self, x):
+        return self.sum(self.extra(x))
+
+
+class Whole(Framework):
+    def model_rule(self, model):
+        process = lambda module: module.process_weights_after_loading()  # noqa: E731
+        return ModuleRule(role=Role.DERIVED, process=process)
+
+
+@pytest.mark.parametrize("commit", ["stream", "atomic"])
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_hook_of_the_whole_model_finds_data_in_every_tensor(commit, writes):
+    """Also in one that nothing was loaded into, and that is staged on its own."""
+    plain = ModuleRegistry(fallback=ModuleRule(role=Role.PLAIN, reason="the model does it all"))
+    model = Sums(writes=writes)
+    allowed = Scope.full(allow_missing=("*.extra",))
+    with WeightLoadSession(model, framework=Whole(plain), scope=allowed) as session:
+        session.load({"extra.weight": torch.full((WIDTH,), 1.0)})
+    marks = {name: Fingerprint.of(tensor) for name, tensor in model.named_parameters()}
+    total = model.sum.total
+    for number in (2.0, 5.0, 1.0):
+        with WeightLoadSession(model, commit=commit, strict=True) as session:
+            session.load({"extra.weight": torch.full((WIDTH,), number)})
+        assert model.sum.total is total
+        assert total.tolist() == [number + 3] * WIDTH
+        assert model.extra.extra.tolist() == [3 + number * writes] * WIDTH
+        assert all(marks[n].difference(t) is None for n, t in model.named_parameters())

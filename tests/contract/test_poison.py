@@ -10,6 +10,7 @@ from torch import nn
 
 from weightload import (
     IncompleteLoadError,
+    ModelBusyError,
     ModelPoisonedError,
     ProcessingError,
     Scope,
@@ -235,3 +236,22 @@ def test_a_clean_abort_installs_nothing():
     assert identical(outputs(bench.model), expected(bench.factory, bench.state(1)))
     assert not any("forward" in vars(module) for module in bench.model.modules())
     check_equal(bench.model, bench.factory, bench.state(1))
+
+
+@pytest.mark.parametrize("commit", ["stream", "atomic"])
+@pytest.mark.parametrize("toy", ["plain", "repacked", "attention", "everything"])
+def test_a_model_does_not_compute_while_a_session_is_open(toy, commit):
+    """It holds a mixture, or tensors without data."""
+    bench = Bench(TOYS[toy])
+    session = bench.open(commit=commit)
+    for weights in ({}, bench.state(2)):
+        session.load(weights)
+        for run in (bench.model, bench.model.layers[0]):
+            with pytest.raises(ModelBusyError, match=f"Session {session.id} is replacing"):
+                run(bench.model.example())
+    session.finish()
+    bench.serves = bench.state(2)
+    bench.check_finished(session)
+    session = bench.open(commit=commit)
+    session.abort()
+    assert identical(outputs(bench.model), expected(bench.factory, bench.state(2)))

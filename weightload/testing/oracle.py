@@ -11,7 +11,7 @@ from torch import nn
 
 from weightload.framework import Framework
 from weightload.registry import ModuleRegistry, ModuleRule, Role
-from weightload.testing import layers
+from weightload.testing import kernels, layers
 from weightload.testing.models import Factory, State, ToyModel
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "fresh",
     "identical",
     "outputs",
+    "reload_by_hand",
     "require",
     "toy_framework",
 ]
@@ -46,6 +47,9 @@ _ROLES: dict[type, Role] = {
     layers.LatentAttention: Role.ATTENTION,
     layers.SinkAttention: Role.ATTENTION,
     layers.SummedState: Role.DERIVED,
+    kernels.Processed: Role.QUANT,
+    kernels.ProcessedAttention: Role.ATTENTION,
+    kernels.ProcessedState: Role.DERIVED,
 }
 _METHODS = (layers.RepackMethod, layers.SharedTableMethod)
 
@@ -152,6 +156,16 @@ def fresh(factory: Factory, state: Mapping[str, Tensor]) -> ToyModel:
     No session is used, so that the result is worked out independently of weightload.
     """
     model = factory()
+    reload_by_hand(model, state)
+    return model
+
+
+def reload_by_hand(model: ToyModel, state: Mapping[str, Tensor]) -> None:
+    """Call a model's own loaders and then its hooks in order, with no regard to what it serves.
+
+    For a model without weights that is its first load; for one that serves it is how reloads are
+    done where nobody keeps track of what the first one did.
+    """
     places = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     load_weights = getattr(model, "load_weights", None)
     with torch.no_grad():
@@ -164,7 +178,6 @@ def fresh(factory: Factory, state: Mapping[str, Tensor]) -> ToyModel:
                 places[name].data.copy_(tensor)
         for module in _hooked(model):
             _process(module)
-    return model
 
 
 def outputs(model: ToyModel) -> Tensor:
@@ -251,6 +264,17 @@ def _place(tensor: Tensor) -> tuple[Any, int, int]:
 
 
 def _graph_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor with memory of its own that a captured graph would know."""
+    for name, tensor in _known_tensors(model):
+        inside: Any = tensor
+        if hasattr(type(tensor), "__tensor_flatten__"):
+            for part in inside.__tensor_flatten__()[0]:
+                yield f"{name}.{part}", getattr(tensor, part)
+        else:
+            yield name, tensor
+
+
+def _known_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_parameters()
     yield from model.named_buffers()
     for prefix, module in model.named_modules():
@@ -260,6 +284,9 @@ def _graph_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if isinstance(module, layers.KernelLinear) and module.kernel:
             for index, tensor in enumerate(module.tensors()):
                 yield f"{prefix}.kernel.{index}", tensor
+        if isinstance(module, kernels.RebuiltKernelLinear):
+            for name, tensor in module.tensors().items():
+                yield f"{prefix}.{name}", tensor
         if isinstance(module, layers.PackedHead) and module.compute is not None:
             cells = getattr(module.compute, "__closure__", None) or ()
             for cell in cells:
