@@ -19,7 +19,7 @@ from weightload.layer import Unit
 from weightload.ledger import Region, full_region, meet, uncovered
 from weightload.observer import Watched, WriteObserver
 from weightload.record import StagedSlot, make_record
-from weightload.storage import TensorSpec, select
+from weightload.storage import TensorSpec, select, storage_key
 
 __all__ = ["Arrivals"]
 
@@ -36,6 +36,7 @@ class Arrivals:
         self._load = load
         self._by_watched: dict[int, Entry] = {}
         self._closed: dict[int, Entry] = {}
+        self._live: dict[int, tuple[str, Unit]] = {}
         self._ready: dict[int, Unit] = {}
         self._trial: Intake | None = None
         self._expected: list[tuple[Entry, Region]] = []
@@ -47,6 +48,19 @@ class Arrivals:
             self._by_watched[id(entry.watched)] = entry
             if entry.staging is not None:
                 self._load.stagings[entry.watched.storage] = entry.staging
+
+    def guard(self, unit: Unit) -> None:
+        """Refuse writes to the live tensors of a parked ``unit``, and reads once it is done.
+
+        A loader reaches them past the model, in a table that it made before the load, or in the
+        model itself when they are back in their places. They hold no checkpoint values.
+        """
+        for name, tensor in unit.live_tensors():
+            key = storage_key(tensor)
+            if key is not None and not self.observer.knows(key):
+                watched = self.observer.watch(tensor)
+                if watched is not None:
+                    self._live[watched.storage] = (name, unit)
 
     def end(self, entry: Entry) -> None:
         """Refuse all further writes to the tensor of ``entry``, whose unit is done."""
@@ -66,11 +80,36 @@ class Arrivals:
             return
         entry = self._closed.get(storage)
         if entry is not None:
-            raise DuplicateWeightError(
-                f"{self._load.intake.current!r} arrived after {entry.names[0]!r} was complete and "
-                f"processed: something was sent twice.",
-                name=self._load.intake.current,
-                parameter=entry.names[0],
+            raise self._too_late(entry.names[0])
+
+    def _too_late(self, parameter: str) -> DuplicateWeightError:
+        name = self._load.intake.current
+        return DuplicateWeightError(
+            f"{name!r} arrived after {parameter!r} was complete and processed: something was sent "
+            f"twice.",
+            name=name,
+            parameter=parameter,
+        )
+
+    def _refuse_live(self, storage: int, *, write: bool) -> None:
+        """Refuse to touch a live tensor whose new value is, or was, staged."""
+        parameter, unit = self._live.get(storage, (None, None))
+        if parameter is None or unit is None:
+            return
+        if write and unit.committed:
+            raise self._too_late(parameter)
+        if write:
+            raise UnsupportedError(
+                f"A loader writes to the live tensor of {parameter!r}, which it has known since "
+                f"before this load. Its new value is staged: a loader must get the tensor from "
+                f"the model.",
+                parameter=parameter,
+            )
+        if unit.committed:
+            raise UnsupportedError(
+                f"A loader computes with {parameter!r} after it was processed. Use "
+                f"commit='atomic': nothing is processed then before everything has come.",
+                parameter=parameter,
             )
 
     def before_write(
@@ -83,6 +122,7 @@ class Arrivals:
         """Check one write, enter it into the ledger, and say whether it is to be done."""
         entry = self._by_watched.get(id(watched))
         if entry is None:
+            self._refuse_live(watched.storage, write=True)
             return True
         intake = self._trial or self._load.intake
         name = intake.name_of(source)
@@ -184,6 +224,8 @@ class Arrivals:
     def before_read(self, watched: Watched, region: Region | None) -> None:
         """Note, in a first load, that a loader computes with what its tensor held before."""
         entry = self._by_watched.get(id(watched))
+        if entry is None:
+            self._refuse_live(watched.storage, write=False)
         if entry is None or self._trial is not None or entry.tensor.is_meta:
             return
         region = full_region(entry.ledger.shape) if region is None else region

@@ -248,6 +248,7 @@ class Board:
                     unit.entries.append(entry)
         for unit in self.units:
             self._find_reads(unit)
+            self.arrivals.guard(unit)
 
     def _find_reads(self, unit: Unit) -> None:
         """Enter what must be complete before the hooks of ``unit`` may run."""

@@ -11,6 +11,7 @@ from torch import nn
 
 from weightload.births import Births
 from weightload.derived import Reconciliation
+from weightload.ownership import ForwardGuard
 from weightload.record import MISSING, SECTIONS, ObjectState
 
 __all__ = ["CommitCount", "CommitPlan", "OwnerPlan", "plan_commit"]
@@ -98,7 +99,7 @@ class OwnerPlan:
                 continue
             old = self.live.values.get(name, MISSING)
             new = mine.get(name, MISSING)
-            if new is old and name not in self.live.contents:
+            if (new is old and name not in self.live.contents) or type(new) is ForwardGuard:
                 continue
             if new is MISSING and inferred:
                 # It was taken for the hook's, and the hook did not make it: it is the engine's.

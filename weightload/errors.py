@@ -19,6 +19,7 @@
     │   ├── StorageChangedError         a live tensor could not keep its storage
     │   └── VerificationError           a live tensor does not hold what was sent
     ├── ModelPoisonedError          the model holds a mixture of old and new weights
+    ├── EngineLostError             a process of the engine has ended
     └── UnsupportedError            refused before any write
 
 Exceptions that a *source* raises while it yields tensors are not wrapped: they reach the caller
@@ -37,6 +38,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointFileError",
     "DuplicateWeightError",
+    "EngineLostError",
     "IncompleteLoadError",
     "InvalidTransitionError",
     "ModelBusyError",
@@ -188,6 +190,10 @@ class VerificationError(ModelError):
 
 class ModelPoisonedError(WeightLoadError):
     """The model holds a mixture of old and new weights and must not be used."""
+
+
+class EngineLostError(WeightLoadError):
+    """A process of the engine has ended, so the engine is lost; only a new one can go on."""
 
 
 class UnsupportedError(WeightLoadError):

@@ -320,9 +320,16 @@ class Intake:
         return list(self._batch)
 
     def facts(self) -> dict[str, SourceFact]:
-        """Return what is to be known about the names next time."""
+        """Return what is to be known about the names next time.
+
+        A name that filled nothing only because its place was tied to another stays known with the
+        place that it had: the two may differ next time.
+        """
+        known = self.manifest or {}
         return {
-            name: attrs.evolve(fact, broadcast=name in self.broadcast)
+            name: known[name]
+            if name in self.unclaimed
+            else attrs.evolve(fact, broadcast=name in self.broadcast)
             for name, fact in self.seen.items()
         }
 

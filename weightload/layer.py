@@ -16,9 +16,10 @@ from torch import nn
 
 from weightload.births import Births
 from weightload.commit import CommitCount, CommitPlan, plan_commit
-from weightload.entries import Entry, Staging
+from weightload.entries import Entry, Staging, join
 from weightload.errors import ProcessingError, StorageChangedError, name_some
 from weightload.record import (
+    SECTIONS,
     Change,
     ObjectState,
     StagedSlot,
@@ -169,6 +170,18 @@ class Unit:
         [state] = [live for live in self._live if live.owner is module]
         tensor: torch.Tensor = state.contents[section][name]
         return tensor
+
+    def live_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield name and tensor of the parameters and buffers that were parked."""
+        names = {id(module): name for name, module in self.modules.items()}
+        for state in self._live:
+            if not isinstance(state.owner, nn.Module):
+                continue
+            for section in SECTIONS:
+                now = vars(state.owner)[section]
+                for name, tensor in state.contents[section].items():
+                    if tensor is not None and tensor is not now.get(name):
+                        yield join(names.get(id(state.owner), self.name), name), tensor
 
     def point_aliases(self) -> None:
         """Let attributes that name a tensor of the model name its twin, once all are in place."""

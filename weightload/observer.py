@@ -121,6 +121,10 @@ class WriteObserver(TorchDispatchMode):
         self._by_storage.setdefault(key, []).append(watched)
         return watched
 
+    def knows(self, storage: int) -> bool:
+        """Whether a tensor is watched that looks into this storage."""
+        return storage in self._by_storage
+
     def forget(self, watched: Watched) -> None:
         """Stop watching."""
         group = self._by_storage.get(watched.storage, [])

@@ -28,6 +28,7 @@ __all__ = [
     "claim",
     "current_session",
     "entered",
+    "guard_open",
     "open_session",
     "owner_of",
     "poison_of",
@@ -160,6 +161,7 @@ def release(session: WeightLoadSession, modules: Iterable[Any]) -> None:
             held = _claims.get(module)
             if held is not None and held() in (session, None):
                 del _claims[module]
+                _guard(module)
 
 
 def _owner(module: Any) -> WeightLoadSession | None:
@@ -181,14 +183,17 @@ def open_session(model: Any) -> WeightLoadSession | None:
 
 
 class ForwardGuard:
-    """Stands in the place of a poisoned module's ``forward`` and refuses to compute.
+    """Stands in the place of a module's ``forward`` while the module must not compute.
 
-    Modules that a session calls while it cures the model compute as ever.
+    Code that runs inside a session, such as a hook that calls its module, computes as ever.
+
+    Attributes:
+        reason: why not: poison, or an open session; its ``error()`` is raised.
     """
 
-    def __init__(self, module: Any, poison: Poison) -> None:
+    def __init__(self, module: Any, reason: Poison | _Open) -> None:
         mine = vars(module)
-        self._poison = poison
+        self.reason = reason
         self._module = module
         self._own = mine.get("forward")
         mine["forward"] = self
@@ -197,13 +202,22 @@ class ForwardGuard:
         """Refuse.
 
         Raises:
-            ModelPoisonedError: always, but from inside a session.
+            WeightLoadError: always, but from inside a session.
         """
         if current_session() is None:
-            raise self._poison.error()
+            raise self.reason.error()
         if self._own is not None:
             return self._own(*args, **kwargs)
         return type(self._module).forward(self._module, *args, **kwargs)
+
+    @classmethod
+    def install(cls, module: Any, reason: Poison | _Open) -> None:
+        """Guard ``module``, or change the reason if it is guarded."""
+        guard = vars(module).get("forward")
+        if isinstance(guard, cls):
+            guard.reason = reason
+        else:
+            cls(module, reason)
 
     @classmethod
     def remove(cls, module: Any) -> None:
@@ -218,6 +232,28 @@ class ForwardGuard:
             mine["forward"] = guard._own
 
 
+@attrs.frozen
+class _Open:
+    """The reason why a model does not compute while a session is open on it."""
+
+    session: int
+
+    def error(self) -> ModelBusyError:
+        """Make the error that the model answers with."""
+        return ModelBusyError(
+            f"Session {self.session} is replacing the weights of this model; it does not compute "
+            f"before that session has ended.",
+            owner=self.session,
+        )
+
+
+def guard_open(session: WeightLoadSession, modules: Iterable[Any]) -> None:
+    """Let no module compute while ``session`` is open; :func:`release` ends that."""
+    reason = _Open(session.id)
+    for module in modules:
+        ForwardGuard.install(module, reason)
+
+
 def record_version(model: Any, version: str | int | None, *, cured: bool = True) -> None:
     """Note that ``model`` now serves ``version``.
 
@@ -228,8 +264,9 @@ def record_version(model: Any, version: str | int | None, *, cured: bool = True)
     """
     for module in model.modules():
         _versions[module] = version
-        if cured and _poisons.pop(module, None) is not None:
-            ForwardGuard.remove(module)
+        if cured:
+            _poisons.pop(module, None)
+            _guard(module)
 
 
 def record_poison(model: Any, poison: Poison) -> None:
@@ -241,11 +278,18 @@ def record_poison(model: Any, poison: Poison) -> None:
     for module in model.modules():
         _versions[module] = None
         before = _poisons.get(module)
-        if before is not None and before.terminal:
-            continue
-        _poisons[module] = poison
+        if before is None or not before.terminal:
+            _poisons[module] = poison
+        _guard(module)
+
+
+def _guard(module: Any) -> None:
+    """Guard a module that is poisoned, and no other one."""
+    poison = _poisons.get(module)
+    if poison is None:
         ForwardGuard.remove(module)
-        ForwardGuard(module, poison)
+    else:
+        ForwardGuard.install(module, poison)
 
 
 def weights_version(model: Any) -> str | int | None:

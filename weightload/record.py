@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from weightload.ledger import Region
+from weightload.ownership import ForwardGuard
 from weightload.registry import Role
 from weightload.storage import TensorSpec
 
@@ -48,7 +49,9 @@ class ObjectState:
     @classmethod
     def of(cls, owner: Any) -> ObjectState:
         """Look at ``owner``."""
-        values = {name: value for name, value in vars(owner).items() if name != _ATTRIBUTE}
+        values = {
+            name: value for name, value in vars(owner).items() if not _is_sessions(name, value)
+        }
         contents = {
             name: value.copy() for name, value in values.items() if type(value) in _CONTAINERS
         }
@@ -57,9 +60,12 @@ class ObjectState:
     def restore(self) -> None:
         """Put every attribute back as it was."""
         mine = vars(self.owner)
-        for name in [n for n in mine if n not in self.values and n != _ATTRIBUTE]:
-            del mine[name]
-        mine.update(self.values)
+        for name, value in list(mine.items()):
+            if name not in self.values and not _is_sessions(name, value):
+                del mine[name]
+        for name, value in self.values.items():
+            if not _is_sessions(name, mine.get(name)):
+                mine[name] = value
         for name, content in self.contents.items():
             _refill(self.values[name], content)
 
@@ -73,6 +79,11 @@ class ObjectState:
             elif name in self.contents:
                 _compare_contents(change, name, self.contents[name], later.contents[name])
         return change if change.attributes or change.entries or change.contents else None
+
+
+def _is_sessions(name: str, value: Any) -> bool:
+    """Whether an attribute is a session's own, and no state of the object."""
+    return name == _ATTRIBUTE or type(value) is ForwardGuard
 
 
 _CONTAINERS = (dict, list, set)

@@ -221,24 +221,27 @@ class WeightLoadSession:
                 self._process().settle()
                 self._intake.end_batch()
 
-    def load_through(self, run: Callable[[], Any]) -> None:
+    def load_through(self, run: Callable[[], Any], *, exact: bool = False) -> None:
         """Let a loader that calls ``model.load_weights`` itself do the load.
 
-        For loaders that own their source, such as a framework's own at the initial load. Writes
-        that it makes without ``load_weights`` are seen as well.
+        For loaders that own their source, such as a framework's own at the initial load, or the
+        receiver of a transport. Writes that it makes without ``load_weights`` are seen as well.
 
         Args:
             run: does the load.
+            exact: check names as :meth:`load` does. By default a name may come again and the
+                last one counts, as in a framework's own first load.
         """
         with self._gate.call("load_through", Event.LOAD):
             self._gate.move(Event.LOAD)
-            self._intake.lenient = True
+            self._intake.lenient = not exact
             mine = vars(self.model)
             kept = {name: mine[name] for name in ("load_weights",) if name in mine}
             original = getattr(self.model, "load_weights", None)
 
             def load_weights(weights: Weights, *args: Any, **kwargs: Any) -> Any:
-                feed = self._feed(pairs_of(weights), borrowed=False)
+                borrowed = exact and not isinstance(weights, Collection)
+                feed = self._feed(pairs_of(weights), borrowed)
                 return original(feed, *args, **kwargs)  # type: ignore[misc]
 
             if callable(original):
@@ -460,6 +463,8 @@ class WeightLoadSession:
             board=self._board, progress=self._progress, stream=self._commit == "stream"
         )
         self._board.open()
+        if self._kind == "reload":
+            ownership.guard_open(self, modules.values())
 
     def _wanted(self, manifest: Mapping[str, Any] | None) -> frozenset[str] | None:
         """Return the names that a partial load brings.

@@ -84,6 +84,7 @@ def refused(bench, commit, expected, act):
 # ------------------------------------------------------------------------------ names and shapes
 
 
+@pytest.mark.holds("F05")
 @pytest.mark.parametrize("place", ["first", "last"])
 def test_an_unknown_name_is_refused(bench, commit, source, place):
     """The model has no place for the name; a list is refused before a byte is written."""
@@ -97,6 +98,7 @@ def test_an_unknown_name_is_refused(bench, commit, source, place):
         assert session.state is SessionState.ABORTED
 
 
+@pytest.mark.holds("F05")
 def test_a_name_that_the_loaders_ignore_is_refused(commit, source):
     """Many models skip names that they do not know; such a weight would be lost silently."""
 
@@ -113,6 +115,7 @@ def test_a_name_that_the_loaders_ignore_is_refused(commit, source):
     assert "layers.77.weight" in str(error)
 
 
+@pytest.mark.holds("E06")
 def test_a_name_that_the_first_load_ignored_may_be_ignored_again(commit):
     """A rank ignores the experts of others; what it ignored at first it may ignore later."""
 
@@ -147,6 +150,7 @@ BAD_SHAPES = {
 }
 
 
+@pytest.mark.holds("I08", "W18")
 @pytest.mark.parametrize("bad", BAD_SHAPES)
 def test_another_shape_is_refused(bench, commit, source, bad):
     """The shape must be that of the first load; above all it is never broadcast."""
@@ -186,6 +190,7 @@ class Shifted(Linear):
         return super().forward(x) + self.scale
 
 
+@pytest.mark.holds("W18")
 def test_a_new_name_is_not_broadcast_either(commit, source):
     """The first load did not have it, so that no shape is known but that of its place."""
     bench = Bench(lambda: BareModel(Shifted(), Linear()))
@@ -223,6 +228,7 @@ def test_what_is_no_name_with_a_tensor_is_refused(commit, source, item, found):
 # ------------------------------------------------------------------------------ too much
 
 
+@pytest.mark.holds("frameworks-B", "W9")
 def test_a_name_that_comes_twice_in_one_source_is_refused(bench, commit, source):
     """Equal values are no excuse: one of the two is one too many."""
     items = list(bench.state(2).items())
@@ -233,6 +239,7 @@ def test_a_name_that_comes_twice_in_one_source_is_refused(bench, commit, source)
     assert items[0][0] in str(error)
 
 
+@pytest.mark.holds("frameworks-C")
 def test_a_name_that_comes_in_two_loads_is_refused(bench, commit, source):
     """A tensor that comes again after its layer was processed would be lost."""
     items = list(bench.state(2).items())
@@ -317,6 +324,7 @@ def test_parts_that_overlap_are_refused(commit):
 # ------------------------------------------------------------------------------ too little
 
 
+@pytest.mark.holds("frameworks-G")
 @pytest.mark.parametrize("toy", TOYS)
 def test_each_tensor_that_never_arrives_is_missed(toy, commit):
     """Whatever is left out, finish refuses, and names the place."""
@@ -336,6 +344,7 @@ def test_each_tensor_that_never_arrives_is_missed(toy, commit):
     bench.check_recovers()
 
 
+@pytest.mark.holds("frameworks-R3")
 def test_the_missing_part_of_a_fused_tensor_is_named(commit):
     """Two of three shards came: the message says which rows did not."""
     bench = Bench(TOYS["fused"])
@@ -357,6 +366,7 @@ def exhausted():
     return spent
 
 
+@pytest.mark.holds("H10", "I09", "W27")
 @pytest.mark.parametrize("nothing", [list, dict, exhausted], ids=["list", "mapping", "exhausted"])
 def test_an_empty_source_does_not_leave_the_old_weights_in_place_silently(bench, commit, nothing):
     """An exhausted iterator is a caller's mistake, and finish says so."""
@@ -370,6 +380,7 @@ def test_an_empty_source_does_not_leave_the_old_weights_in_place_silently(bench,
     assert session.state is SessionState.ABORTED
 
 
+@pytest.mark.holds("H10")
 def test_finish_without_any_load_is_refused(bench, commit):
     """Prepare and finish alone load nothing."""
     error, session = refused(bench, commit, IncompleteLoadError, lambda session: session.finish())
@@ -424,6 +435,7 @@ def failing_source(items, position, error):
         raise error
 
 
+@pytest.mark.holds("H01", "frameworks-I")
 @pytest.mark.parametrize("toy", TOYS)
 def test_what_a_source_raises_reaches_the_caller_at_every_point(toy, commit):
     """At the start, between any two tensors, after the last: the same object comes out."""
@@ -542,6 +554,7 @@ def test_a_loader_cannot_swallow_a_refused_write(commit, source):
     )
 
 
+@pytest.mark.holds("frameworks-F")
 @pytest.mark.parametrize("toy", ["fused", "collecting", "bare copies", "everything"])
 @pytest.mark.parametrize("half_way", [False, True], ids=["before", "after"])
 def test_a_loader_that_raises_at_any_tensor_is_named(toy, commit, half_way, monkeypatch):
@@ -571,6 +584,7 @@ def test_a_loader_that_raises_at_any_tensor_is_named(toy, commit, half_way, monk
     bench.check_recovers()
 
 
+@pytest.mark.holds("W14")
 @pytest.mark.parametrize("toy", TOYS)
 @pytest.mark.parametrize("half_way", [False, True], ids=["before", "half way"])
 def test_a_hook_that_raises_is_named_whichever_it_is(toy, commit, half_way):
@@ -590,6 +604,7 @@ def test_a_hook_that_raises_is_named_whichever_it_is(toy, commit, half_way):
     bench.check_recovers()
 
 
+@pytest.mark.holds("H05")
 def test_what_goes_wrong_in_the_clean_up_is_attached_to_the_first_error(commit, monkeypatch):
     """The error that broke the load is the one that is raised."""
     from weightload.board import Board
@@ -614,6 +629,7 @@ def test_what_goes_wrong_in_the_clean_up_is_attached_to_the_first_error(commit, 
 # ------------------------------------------------------------------------------ models
 
 
+@pytest.mark.holds("C15")
 def test_a_module_with_a_hook_and_no_rule_is_refused_before_anything_else():
     """Somebody has to say whether its hook is to be called, and when."""
 
@@ -686,6 +702,7 @@ def test_an_unknown_way_to_commit_is_refused():
 # ------------------------------------------------------------------------------ poison
 
 
+@pytest.mark.holds("H03")
 def test_poison_stays_until_a_complete_load_finishes():
     """A further failure, an abort and an incomplete load do not make a mixture usable."""
     bench = Bench(TOYS["plain"])
@@ -709,6 +726,7 @@ def test_poison_stays_until_a_complete_load_finishes():
     assert weights_version(bench.model) == 3
 
 
+@pytest.mark.holds("H04")
 def test_the_version_is_set_by_a_finished_load_only():
     """An abort, and a load that failed before it wrote, leave the version as it was."""
     bench = Bench(TOYS["repacked"])

@@ -46,6 +46,7 @@ def in_thread(function):
 # ------------------------------------------------------------------------------ the same model
 
 
+@pytest.mark.holds("H13")
 def test_a_second_session_on_the_model_is_refused_with_the_owner(bench):
     """The message says who owns it; the second session may be prepared later."""
     first = bench.open()
@@ -248,6 +249,7 @@ def pair():
     return target, ToyModel(target.model.layers[0])
 
 
+@pytest.mark.holds("W24")
 def test_a_draft_model_that_shares_a_layer_is_refused_while_the_target_loads(pair):
     """The claim is per module, whatever tree it is seen through."""
     target, draft = pair
@@ -321,6 +323,7 @@ def test_leaving_the_block_in_another_context_is_refused_and_ends_the_session(be
 # ------------------------------------------------------------------------------ nothing leaks
 
 
+@pytest.mark.holds("W22")
 def test_nothing_keeps_a_model_alive_that_was_loaded():
     """Claims, versions and records go with the model."""
     bench = Bench(TOYS["everything"])
@@ -334,6 +337,7 @@ def test_nothing_keeps_a_model_alive_that_was_loaded():
     assert model() is None
 
 
+@pytest.mark.holds("W22")
 def test_nothing_keeps_a_failed_session_alive(bench):
     """The error holds names and numbers, never the model."""
     session = bench.open()

@@ -43,6 +43,7 @@ WITHOUT_VALUES = ("plain", "repacked", "tied", "fused", "attention", "kernel", "
 """Toys that are constructed without any value of their own."""
 
 
+@pytest.mark.holds("I06")
 @pytest.mark.parametrize("toy", WITHOUT_VALUES)
 def test_a_model_on_meta_gets_its_memory_as_it_loads(toy, commit):
     """The model was constructed without memory; afterwards it serves and can be reloaded."""

@@ -10,6 +10,7 @@ from torch import nn
 
 from weightload import (
     IncompleteLoadError,
+    ModelBusyError,
     ModelPoisonedError,
     ProcessingError,
     Scope,
@@ -55,6 +56,7 @@ CALLS = {
 }
 
 
+@pytest.mark.holds("H03", "H08")
 @pytest.mark.parametrize("call", CALLS)
 def test_every_way_to_run_it_is_refused(call):
     bench, _ = poisoned()
@@ -151,6 +153,7 @@ def test_hooks_may_call_the_model_while_a_session_cures_it():
     assert float(model.peak) == 7.0
 
 
+@pytest.mark.holds("H05")
 def test_poison_is_recorded_before_anything_is_cleaned_up():
     """Whoever is called during the clean-up, or fails in it, finds the model refused."""
     bench = Bench(TOYS["repacked"])
@@ -233,3 +236,22 @@ def test_a_clean_abort_installs_nothing():
     assert identical(outputs(bench.model), expected(bench.factory, bench.state(1)))
     assert not any("forward" in vars(module) for module in bench.model.modules())
     check_equal(bench.model, bench.factory, bench.state(1))
+
+
+@pytest.mark.parametrize("commit", ["stream", "atomic"])
+@pytest.mark.parametrize("toy", ["plain", "repacked", "attention", "everything"])
+def test_a_model_does_not_compute_while_a_session_is_open(toy, commit):
+    """It holds a mixture, or tensors without data."""
+    bench = Bench(TOYS[toy])
+    session = bench.open(commit=commit)
+    for weights in ({}, bench.state(2)):
+        session.load(weights)
+        for run in (bench.model, bench.model.layers[0]):
+            with pytest.raises(ModelBusyError, match=f"Session {session.id} is replacing"):
+                run(bench.model.example())
+    session.finish()
+    bench.serves = bench.state(2)
+    bench.check_finished(session)
+    session = bench.open(commit=commit)
+    session.abort()
+    assert identical(outputs(bench.model), expected(bench.factory, bench.state(2)))

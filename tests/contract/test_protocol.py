@@ -80,6 +80,7 @@ def test_nothing_but_prepare_and_abort_is_allowed_in_a_new_session(bench, call):
     bench.check_finished(session)
 
 
+@pytest.mark.holds("C13")
 def test_a_session_is_prepared_once(bench):
     """A second prepare is refused, and the first one still holds."""
     session = bench.open()
@@ -167,6 +168,7 @@ def test_an_incomplete_block_raises_at_its_end(bench):
 # ------------------------------------------------------------------------------ from inside
 
 
+@pytest.mark.holds("H13")
 @pytest.mark.parametrize("call", ["prepare", "load", "load_through", "check", "finish", "abort"])
 def test_a_source_cannot_call_the_session_that_reads_it(bench, call):
     """The source runs inside load; the refusal comes out of load and the session has ended."""
@@ -228,6 +230,7 @@ def test_a_loader_may_process_a_layer_as_soon_as_it_is_complete(commit):
     bench.check_finished(session)
 
 
+@pytest.mark.holds("C22")
 @pytest.mark.parametrize("commit", ["stream", "atomic"])
 @pytest.mark.parametrize("toy", ["repacked", "tied", "hook over children", "everything"])
 def test_a_layer_is_not_processed_before_its_weights_have_come(toy, commit):
@@ -244,6 +247,7 @@ def test_a_layer_is_not_processed_before_its_weights_have_come(toy, commit):
     bench.check_recovers()
 
 
+@pytest.mark.holds("C16")
 @pytest.mark.parametrize("commit", ["stream", "atomic"])
 def test_attention_is_not_finalized_before_what_it_reads(commit):
     """Neither before the layers inside it are packed nor before its own weights have come."""
@@ -371,6 +375,7 @@ def test_a_dropped_session_is_cleaned_up_where_warnings_are_errors(bench):
     bench.check_recovers()
 
 
+@pytest.mark.holds("frameworks-E")
 def test_a_dropped_session_that_had_written_poisons_the_model(bench):
     """The mixture it leaves is refused like any other."""
     session = bench.open()

@@ -84,6 +84,7 @@ DELIVERIES = (
 )
 
 
+@pytest.mark.holds("C07", "C14", "frameworks-O1", "W23")
 @pytest.mark.parametrize("commit", COMMITS)
 @pytest.mark.parametrize("deliver", DELIVERIES, ids=lambda deliver: deliver.__name__)
 @pytest.mark.parametrize("toy", TOYS)
@@ -134,6 +135,7 @@ def test_what_the_engine_bound_later_stays_bound(commit):
         assert bench.model.layers[0].cache is cache
 
 
+@pytest.mark.holds("frameworks-L", "W26")
 @pytest.mark.parametrize("commit", COMMITS)
 @pytest.mark.parametrize("toy", TOYS)
 def test_a_captured_graph_computes_with_the_new_weights(toy, commit):

@@ -98,6 +98,7 @@ def test_only_the_hooks_of_what_changes_run(bench):
     assert [type(module).__name__ for _, module in bench.framework.calls] == ["RepackedLinear"]
 
 
+@pytest.mark.holds("C19", "W12")
 @pytest.mark.parametrize("commit", COMMITS)
 def test_a_scope_that_splits_what_is_processed_together_is_refused(bench, commit):
     """Weight and scales are folded into one tensor by the hook, so neither comes alone."""

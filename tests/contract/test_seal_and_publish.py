@@ -17,6 +17,7 @@ from weightload.testing import TOYS, Bench
 from weightload.testing.oracle import check_equal, expected, identical, outputs
 
 
+@pytest.mark.holds("H07", "W28")
 @pytest.mark.parametrize("toy", TOYS)
 def test_a_sealed_atomic_load_has_changed_nothing_yet(toy):
     """Outputs are those of before, bit for bit, and finish makes them those of the new weights."""
@@ -66,6 +67,7 @@ def test_what_can_fail_fails_before_the_first_live_byte(kind, countdown):
     bench.check_recovers()
 
 
+@pytest.mark.holds("G01", "G02")
 def test_callbacks_are_told_old_and_new_version_when_everything_is_in_place():
     bench = Bench(TOYS["repacked"])
     told = []
@@ -88,6 +90,7 @@ def test_callbacks_are_not_called_by_a_load_that_fails():
     assert told == []
 
 
+@pytest.mark.holds("G05")
 def test_a_callback_that_raises_poisons_after_all_others_were_called():
     """A cache that could not be dropped holds results of the old weights."""
     bench = Bench(TOYS["repacked"])
@@ -110,6 +113,7 @@ def test_a_callback_that_raises_poisons_after_all_others_were_called():
     bench.reload(bench.state(3))
 
 
+@pytest.mark.holds("I01")
 def test_a_veto_refuses_before_anything_is_claimed():
     bench = Bench(TOYS["repacked"])
     asked = []

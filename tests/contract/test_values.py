@@ -32,6 +32,7 @@ def test_floats_are_cast_to_the_type_of_their_place_and_counted(bench, dtype, so
     assert session.receipt.casts == 1
 
 
+@pytest.mark.holds("I08")
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize(
     "dtype",

@@ -88,6 +88,7 @@ def test_the_default_registry_is_used_unless_another_is_given():
     assert Framework(own).registry is own
 
 
+@pytest.mark.holds("W7")
 def test_ambient_is_the_default_dtype_of_the_first_load_and_no_gradients(model):
     """Hooks that make tensors get the type that they got at first, whatever is set now."""
     framework = Framework()
@@ -105,6 +106,7 @@ def test_ambient_is_the_default_dtype_of_the_first_load_and_no_gradients(model):
     assert torch.is_grad_enabled()
 
 
+@pytest.mark.holds("W20")
 def test_ambient_is_the_default_device_of_the_first_load(model):
     framework = Framework()
     with torch.device("meta"), framework.ambient(model):

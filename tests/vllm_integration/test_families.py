@@ -93,6 +93,7 @@ def reloads(case):
             yield origin, label, step
 
 
+@pytest.mark.holds("W1", "W2")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_reload_gives_what_a_fresh_load_gives(family, run_case):
     """The same numbers, in the same storages, by hooks that ran exactly as often."""

@@ -97,6 +97,7 @@ def problems(name, found):
         yield f"does not get back to A: {found['then A']}"
 
 
+@pytest.mark.holds("W4", "W9", "W18")
 @pytest.mark.parametrize("family", ["llama", "w4a16", "mixtral"])
 def test_every_fault_is_refused_by_name_and_the_engine_recovers(family, run_case):
     case = run_case("faults", family=family, timeout=180)

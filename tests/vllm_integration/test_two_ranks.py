@@ -33,10 +33,11 @@ SEEN_BEFORE_A_WRITE = {
     "wrong shape in a mapping",
     "path that does not exist",
     "rank 1 alone fails, atomic",
+    "rank 1 alone lacks a norm, atomic",
     "a load is lost",
 }
-MIXED = {"rank 1 alone lacks a norm", "rank 1 alone lacks a norm, atomic"}
-"""Rank 0 has finished by then, so neither rank may be served, whatever each holds by itself."""
+MIXED = {"rank 1 alone lacks a norm", "a finish is lost"}
+"""Live weights were written by then, so neither rank may be served, whatever each holds itself."""
 PROMPTLY = 10.0
 """Seconds within which a failure has to reach the caller; a hang takes minutes."""
 
@@ -79,6 +80,7 @@ def fault_problems(label, found):
         yield f"does not get back to A: {found['then A']}"
 
 
+@pytest.mark.holds("H07", "H14")
 @pytest.mark.parametrize(
     ("family", "extension", "core"),
     [
@@ -91,7 +93,7 @@ def test_both_ranks_are_reloaded_together(family, extension, core, run_case):
     several = "1" if core == "in a process of its own" else "0"
     environment = {**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": several}
     case = run_case(
-        "two_ranks", family=family, extension=extension, environment=environment, timeout=180
+        "two_ranks", family=family, extension=extension, environment=environment, timeout=400
     )
     assert case["A against B"].startswith("tokens differ"), "or else nothing here could fail"
     assert case["fresh"] == "same"

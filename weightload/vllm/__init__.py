@@ -1,4 +1,4 @@
-"""The vLLM adapter: load format, worker extension, and ``reload`` for engines.
+"""The vLLM adapter: load format, worker extension, guarded worker, and ``reload`` for engines.
 
 Importing this package imports no vLLM; its parts do when they are used.
 """
@@ -9,12 +9,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from weightload.vllm.engine import areload, reload
+    from weightload.vllm.guarded import GuardedWorker, guarded
     from weightload.vllm.worker import WorkerExtension, worker_extension
 
-__all__ = ["WorkerExtension", "areload", "reload", "worker_extension"]
+__all__ = [
+    "GuardedWorker",
+    "WorkerExtension",
+    "areload",
+    "guarded",
+    "reload",
+    "worker_extension",
+]
 
 _HOMES = {
+    "GuardedWorker": "weightload.vllm.guarded",
     "WorkerExtension": "weightload.vllm.worker",
+    "guarded": "weightload.vllm.guarded",
     "worker_extension": "weightload.vllm.worker",
     "areload": "weightload.vllm.engine",
     "reload": "weightload.vllm.engine",

@@ -13,6 +13,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Iterator
+from multiprocessing.connection import wait
 from typing import Any
 
 import torch
@@ -22,11 +23,14 @@ __all__ = [
     "calls_model_hook",
     "construct",
     "device_context",
+    "engine_is_down",
+    "engine_processes",
     "is_late_attention",
     "layers_on_meta",
     "recorded_format",
     "release_memory",
     "retie_word_embeddings",
+    "says_engine_is_down",
     "set_torchao_attributes",
     "take_over_online_layer",
     "update_tensor_parallel_state",
@@ -174,3 +178,78 @@ def recorded_format(module: nn.Module) -> dict[tuple[str, str], torch.Tensor] | 
             copy.__dict__.update(tensor.__dict__)
             found[section, name] = restore(copy, module) if restore is not None else copy
     return found
+
+
+def gather_from_ranks(value: Any, size: int) -> list[Any]:
+    """Return what every rank of the engine has; each of them must call this."""
+    import torch.distributed
+    from vllm.distributed import get_world_group
+
+    found: list[Any] = [None] * size
+    torch.distributed.all_gather_object(found, value, group=get_world_group().cpu_group)
+    return found
+
+
+def engine_config(worker: Any) -> contextlib.AbstractContextManager[Any]:
+    """Enter the engine's configuration, as vLLM does around its own updates."""
+    from vllm.config import set_current_vllm_config
+
+    return set_current_vllm_config(worker.vllm_config)
+
+
+def why_not_through_sessions(engine: Any) -> str | None:
+    """Say why what a transfer engine receives cannot be given to a session, or return ``None``.
+
+    Engines that hand tensors in checkpoint format to ``load_weights`` wrap the model's loaders
+    when an update starts, and that is how they are told: others write to live tensors.
+    """
+    start = getattr(type(engine), "start_weight_update", None)
+    try:
+        source = inspect.getsource(start) if start is not None else ""
+    except (OSError, TypeError):
+        source = ""
+    if getattr(engine, "weightload_checkpoint_format", False):
+        return None
+    if "initialize_layerwise_reload" in source and "_uses_load_weights" not in source:
+        return None
+    return (
+        f"{type(engine).__name__} writes into live tensors past the model's loaders, so nothing "
+        f"of what it does can be checked or undone. Use a transport of whole tensors in "
+        f"checkpoint format, such as 'nccl' or 'ipc'."
+    )
+
+
+def captures_graphs(vllm_config: Any, device: torch.device) -> bool:
+    """Whether the engine captures graphs, which know the addresses of tensors."""
+    config = getattr(vllm_config, "compilation_config", None)
+    mode = getattr(config, "cudagraph_mode", None)
+    return device.type != "cpu" and getattr(mode, "name", "NONE") != "NONE"
+
+
+def _executor(core: Any) -> Any:
+    return getattr(getattr(core, "engine_core", None), "model_executor", None)
+
+
+def engine_processes(core: Any) -> list[Any]:
+    """Return the processes that a client of an engine's core, in this process, has started."""
+    manager = getattr(getattr(core, "resources", None), "engine_manager", None)
+    workers = getattr(_executor(core), "workers", None) or ()
+    return [*getattr(manager, "processes", ()), *(worker.proc for worker in workers)]
+
+
+def engine_is_down(core: Any) -> str | None:
+    """Return why the engine behind a client of its core cannot answer, ``None`` if it can."""
+    for process in engine_processes(core):
+        if wait([process.sentinel], timeout=0):
+            return f"process {process.name} has ended with exit code {process.exitcode}"
+    if getattr(getattr(core, "resources", None), "engine_dead", False):
+        return "its core is down"
+    if getattr(_executor(core), "is_failed", False):
+        return "its executor has failed"
+    return None
+
+
+def says_engine_is_down(error: Exception) -> bool:
+    """Whether a failed call says that a worker was lost, which shows only seconds later."""
+    said = str(error).removeprefix("Call to collective_rpc method failed: ")
+    return said in ("Executor failed.", "cancelled", "Server shutting down")

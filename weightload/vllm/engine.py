@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import uuid
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
+from inspect import isawaitable, iscoroutinefunction
 from pathlib import Path
 from typing import Any
 
@@ -12,130 +14,191 @@ import attrs
 import torch
 
 from weightload.bucket import BucketWriter
-from weightload.errors import UnsupportedError, WeightLoadError
-from weightload.intake import pairs_of
+from weightload.errors import (
+    EngineLostError,
+    ModelPoisonedError,
+    UnsupportedError,
+    UsageError,
+    VerificationError,
+    WeightLoadError,
+)
+from weightload.intake import Intake, pairs_of
 from weightload.receipt import Receipt
+from weightload.scope import Scope
+from weightload.vllm import caches
+from weightload.vllm.liveness import Liveness
 from weightload.vllm.worker import gather, run_operation
 
 __all__ = ["areload", "reload"]
 
 Weights = str | Path | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | None
-Steps = Generator[tuple[str, dict[str, Any]], list[dict[str, Any]], list[Receipt]]
+Version = str | int | None
+Publish = Callable[[Version, Version], object]
+Veto = Callable[[Any], str | None]
+Steps = Generator[Callable[[], Any], Any, Any]
 
 
 def reload(
     llm: Any,
     weights: Weights = None,
     *,
-    version: str | int | None = None,
+    version: Version = None,
     commit: str = "stream",
-    reset_caches: bool = True,
+    scope: Scope | None = None,
+    check_finite: bool = False,
+    strict: bool | None = None,
+    verify: str | None = None,
+    reset_caches: Iterable[str] | bool = caches.ALL,
+    publish: Iterable[Publish] = (),
+    veto: Iterable[Veto] = (),
+    pause: str | None = "require",
 ) -> list[Receipt]:
-    """Replace the weights of a live ``vllm.LLM``.
+    """Replace the weights of a live ``vllm.LLM``, on all ranks or on none.
+
+    Every rank receives, stages and reports; then all commit, or all abort. After a failure that
+    left a mixture the engine takes no requests, until a complete reload has finished.
 
     Args:
-        llm: the engine. No request may be running.
+        llm: the engine.
         weights: a checkpoint folder; a mapping or an iterable of ``(name, tensor)`` with the
             names of the checkpoint; ``None`` for the checkpoint that the engine was started on.
             Tensors of an iterator may share one buffer that is overwritten between items.
         version: what the weights are called, such as a step number.
-        commit: ``"stream"`` or ``"atomic"``; see :class:`weightload.WeightLoadSession`.
-        reset_caches: drop what the engine has cached from the old weights (prefixes, encoder
-            outputs, multimodal inputs). Without it, cached prefixes are used under the new ones.
+        commit: ``"stream"`` or ``"atomic"``; see :class:`weightload.WeightLoadSession`, also for
+            ``scope``, ``check_finite``, ``strict`` and ``verify``.
+        scope: what is brought, everything by default.
+        check_finite: refuse NaN and infinity.
+        strict: whether storage outside parameters and buffers must not move.
+        verify: ``"sampled"`` or ``"full"``. Then ranks also compare what they received.
+        reset_caches: which of the engine's caches to reset, by the names in
+            :data:`weightload.vllm.caches.ALL`: all of them by default. A cache that is left
+            alone serves results of the old weights.
+        publish: called with the old and the new version when all ranks have finished and the
+            caches are reset. If one raises, the engine is poisoned.
+        veto: called with ``llm`` before anything else: what returns a reason refuses the load.
+        pause: ``"require"`` refuses while requests are unfinished; ``None`` does not ask.
 
     Returns:
         One receipt per rank.
 
     Raises:
         WeightLoadError: see its subclasses; ``model_intact`` says whether the engine may go on.
-        UnsupportedError: the workers cannot be reached the way the engine is set up.
+        UsageError: requests are running.
+        EngineLostError: a process of the engine ended, before the reload or during it.
+        UnsupportedError: a veto, or the workers cannot be reached the way the engine is set up.
 
     What an iterable raises reaches the caller as it is, after every rank has been aborted.
     """
     engine = llm.llm_engine
-    core = engine.engine_core
-    steps = _steps(weights, version, commit, _Reach.of(engine.vllm_config, core))
+    if pause not in ("require", None):
+        raise UsageError(f"pause is 'require' or None, found {pause!r}.")
+    if pause == "require" and engine.has_unfinished_requests():
+        raise UsageError(_RUNNING)
+    job = _Job.of(
+        llm, engine, weights, version, commit, scope, check_finite, strict, verify, reset_caches,
+        publish, veto,
+    )  # fmt: skip
+    alive = Liveness(engine.engine_core)
     turn = _Turn()
     while True:
         try:
-            method, kwargs = turn.advance(steps)
+            call = turn.advance(job.steps)
         except StopIteration as done:
             receipts: list[Receipt] = done.value
-            break
+            return receipts
         try:
-            turn = _Turn(outcomes=llm.collective_rpc(method, kwargs=kwargs))
+            turn = _Turn(value=alive.call(call))
         except BaseException as error:
             turn = _Turn(error=error)
-    if reset_caches:
-        for reset in _cache_resets(llm, engine):
-            reset()
-    if version is not None and hasattr(engine, "set_weight_version"):
-        engine.set_weight_version(str(version))
-    return receipts
 
 
 async def areload(
     engine: Any,
     weights: Weights = None,
     *,
-    version: str | int | None = None,
+    version: Version = None,
     commit: str = "stream",
-    reset_caches: bool = True,
+    scope: Scope | None = None,
+    check_finite: bool = False,
+    strict: bool | None = None,
+    verify: str | None = None,
+    reset_caches: Iterable[str] | bool = caches.ALL,
+    publish: Iterable[Publish] = (),
+    veto: Iterable[Veto] = (),
     pause: str | None = "wait",
 ) -> list[Receipt]:
-    """Replace the weights of a live ``AsyncLLM``; see :func:`reload`.
+    """Replace the weights of a live ``AsyncLLM``; see :func:`reload` for what is not said here.
 
     Args:
         engine: the engine.
         weights: as for :func:`reload`.
         version: as for :func:`reload`.
         commit: as for :func:`reload`.
+        scope: as for :func:`reload`.
+        check_finite: as for :func:`reload`.
+        strict: as for :func:`reload`.
+        verify: as for :func:`reload`.
         reset_caches: as for :func:`reload`.
+        publish: as for :func:`reload`.
+        veto: as for :func:`reload`.
         pause: how to hold generation while weights change: a mode of ``pause_generation``
-            (``"wait"``, ``"abort"``, ``"keep"``), or ``None`` if the caller has paused it. After
-            a failure that left a mixture the engine stays paused.
+            (``"wait"``, ``"abort"``, ``"keep"``); ``"require"`` to refuse unless the caller has
+            paused it; ``None`` not to ask. After a failure that left a mixture the engine stays
+            paused, and takes no requests.
     """
-    reach = _Reach.of(engine.vllm_config, engine.engine_core)
-    steps = _steps(weights, version, commit, reach)
-    mine = pause is not None and not await engine.is_paused()
-    if mine:
-        await engine.pause_generation(mode=pause, clear_cache=reset_caches)
+    alive = Liveness(engine.engine_core)
+    if pause not in ("wait", "abort", "keep", "require", None):
+        raise UsageError(f"pause is 'wait', 'abort', 'keep', 'require' or None, found {pause!r}.")
+    paused = pause is None or await alive.wait(engine.is_paused())
+    if pause == "require" and not paused:
+        raise UsageError(_RUNNING)
+    job = _Job.of(
+        engine, engine, weights, version, commit, scope, check_finite, strict, verify,
+        reset_caches, publish, veto,
+    )  # fmt: skip
+    if not paused:
+        clear = "prefix" in job.caches
+        await alive.wait(engine.pause_generation(mode=pause, clear_cache=clear))
     try:
         turn = _Turn()
         while True:
             try:
-                method, kwargs = turn.advance(steps)
+                call = turn.advance(job.steps)
             except StopIteration as done:
                 receipts: list[Receipt] = done.value
                 break
             try:
-                turn = _Turn(outcomes=await engine.collective_rpc(method, kwargs=kwargs))
+                found = call()
+                turn = _Turn(value=await alive.wait(found) if isawaitable(found) else found)
             except BaseException as error:
                 turn = _Turn(error=error)
-        if reset_caches:
-            for reset in _cache_resets(engine, engine):
-                await reset()
     except BaseException:
-        if mine and reach.intact:
-            await engine.resume_generation()
+        if not paused and job.reach.intact:
+            await alive.wait(engine.resume_generation())
         raise
-    if mine:
-        await engine.resume_generation()
+    if not paused:
+        await alive.wait(engine.resume_generation())
     return receipts
+
+
+_RUNNING = (
+    "Requests are running, and they would go on under other weights than they began with. Wait "
+    "for them, abort them, or pause the engine; pause=None goes on nevertheless."
+)
 
 
 @attrs.frozen(kw_only=True)
 class _Turn:
-    """What the last call to the workers gave, to go on with."""
+    """What the last call gave, to go on with."""
 
-    outcomes: list[dict[str, Any]] | None = None
+    value: Any = None
     error: BaseException | None = None
 
-    def advance(self, steps: Steps) -> tuple[Any, dict[str, Any]]:
+    def advance(self, steps: Steps) -> Callable[[], Any]:
         """Return the next call."""
         if self.error is not None:
             return steps.throw(self.error)
-        return steps.send(self.outcomes)  # type: ignore[arg-type]
+        return steps.send(self.value)
 
 
 class _Reach:
@@ -146,13 +209,14 @@ class _Reach:
         intact: whether, after a failure, all ranks have said that their model is whole.
     """
 
-    def __init__(self, *, local: bool, prefix: str | None) -> None:
+    def __init__(self, front: Any, *, local: bool, prefix: str | None) -> None:
         self.local = local
         self.intact = False
+        self._front = front
         self._prefix = prefix
 
     @classmethod
-    def of(cls, vllm_config: Any, core: Any) -> _Reach:
+    def of(cls, front: Any, vllm_config: Any, core: Any) -> _Reach:
         """Find out.
 
         Raises:
@@ -162,34 +226,37 @@ class _Reach:
         parallel = vllm_config.parallel_config
         in_process = hasattr(core, "engine_core")
         if in_process and parallel.world_size == 1:
-            return cls(local=True, prefix=None)
+            return cls(front, local=True, prefix=None)
         backend = parallel.distributed_executor_backend
         if backend not in ("mp", "uni", None):
             raise UnsupportedError(
                 f"reload() hands tensors over within one machine; executor {backend!r} may have "
                 f"workers elsewhere. Use weightload.vllm.WorkerExtension with your transport."
             )
-        name = getattr(parallel, "worker_extension_cls", "") or ""
-        prefix = _prefix_of(name)
-        if prefix is not None:
-            return cls(local=False, prefix=prefix)
+        for name in (parallel.worker_extension_cls, parallel.worker_cls):
+            prefix = _prefix_of(name)
+            if prefix is not None:
+                return cls(front, local=False, prefix=prefix)
         if not in_process and os.environ.get("VLLM_ALLOW_INSECURE_SERIALIZATION") != "1":
             raise UnsupportedError(
                 "The engine's workers are in other processes and have no weightload methods. "
                 "Start the engine with worker_extension_cls='weightload.vllm.WorkerExtension'."
             )
-        return cls(local=False, prefix=None)
+        return cls(front, local=False, prefix=None)
 
-    def call(self, operation: str, **arguments: Any) -> tuple[Any, dict[str, Any]]:
-        """Return what to pass to ``collective_rpc``."""
+    def call(self, operation: str, **arguments: Any) -> Callable[[], Any]:
+        """Return the call that asks every worker for an operation."""
+        method: Any = run_operation
         if self._prefix is not None:
-            return f"{self._prefix}_{operation}", arguments
-        return run_operation, {"operation": operation, "local": self.local, **arguments}
+            method = f"{self._prefix}_{operation}"
+        else:
+            arguments = {"operation": operation, "local": self.local, **arguments}
+        return functools.partial(self._front.collective_rpc, method, kwargs=arguments)
 
 
-def _prefix_of(qualified: str) -> str | None:
-    """Return the prefix of a worker extension that has weightload's methods."""
-    if not qualified:
+def _prefix_of(qualified: str | None) -> str | None:
+    """Return the prefix of weightload's methods in a worker extension or a worker class."""
+    if not qualified or qualified == "auto":
         return None
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
@@ -199,77 +266,210 @@ def _prefix_of(qualified: str) -> str | None:
     return None
 
 
-def _steps(weights: Weights, version: str | int | None, commit: str, reach: _Reach) -> Steps:
-    """Yield the calls of one reload and take the outcomes of all ranks for each."""
-    gather((yield reach.call("status")))
-    # A session that another caller has open on the model is not ours to end.
-    opener = uuid.uuid4().hex
-    finished: list[dict[str, Any]] = []
-    try:
-        gather((yield reach.call("start", version=version, commit=commit, opener=opener)))
+@attrs.define(kw_only=True, eq=False, repr=False)
+class _Job:
+    """One reload of one engine, as steps that are made one after another.
+
+    Attributes:
+        front: an ``LLM`` or ``AsyncLLM``.
+        engine: what is behind it.
+        reach: how operations get to the workers.
+        weights: what is sent.
+        options: of the session that each worker opens.
+        caches: which caches are reset.
+        publish: who is told about it.
+        steps: yields calls, is sent what they gave, returns receipts.
+    """
+
+    front: Any
+    engine: Any
+    reach: _Reach
+    weights: Weights
+    options: dict[str, Any]
+    caches: tuple[str, ...]
+    publish: tuple[Publish, ...]
+    steps: Steps = attrs.field(init=False)
+
+    @classmethod
+    def of(
+        cls, front: Any, engine: Any, weights: Weights, version: Version, commit: str,
+        scope: Scope | None, check_finite: bool, strict: bool | None, verify: str | None,
+        reset_caches: Iterable[str] | bool, publish: Iterable[Publish], veto: Iterable[Veto],
+    ) -> _Job:  # fmt: skip
+        """Check the arguments, and ask the vetoes."""
+        if not isinstance(scope, Scope | None):
+            raise UsageError(f"scope is a weightload.Scope, found {type(scope).__name__}.")
+        job = cls(
+            front=front,
+            engine=engine,
+            reach=_Reach.of(front, engine.vllm_config, engine.engine_core),
+            weights=weights,
+            options={
+                "version": version,
+                "commit": commit,
+                "scope": None if scope is None else scope.to_plain(),
+                "check_finite": check_finite,
+                "strict": strict,
+                "verify": verify,
+            },
+            caches=caches.selected(reset_caches),
+            publish=tuple(publish),
+        )
+        for ask in veto:
+            reason = ask(front)
+            if reason:
+                raise UnsupportedError(f"The reload was refused before it began: {reason}")
+        job.steps = job._run()
+        return job
+
+    def _run(self) -> Steps:
+        reach = self.reach
+        opener = uuid.uuid4().hex
+        finished: list[dict[str, Any]] = []
+        try:
+            before = gather((yield reach.call("status")))
+            gather((yield reach.call("start", opener=opener, **self.options)))
+            yield from self._load()
+            agreed = gather((yield reach.call("seal")))
+            self._compare(agreed)
+            finished = yield reach.call("finish", reset=list(self.caches))
+            receipts = [Receipt.from_plain(value) for value in gather(finished)]
+            yield from self._announce(before[0]["version"])
+        except (GeneratorExit, EngineLostError):
+            raise
+        except BaseException as error:
+            try:
+                yield from self._give_up(error, opener, finished)
+            except EngineLostError as lost:
+                if isinstance(error, Exception):
+                    raise lost from error
+                error.add_note(f"weightload: {lost}")
+            except Exception as second:
+                error.add_note(
+                    f"weightload: the ranks could not be told to abort; {type(second).__name__}: "
+                    f"{second}"
+                )
+            if not reach.intact:
+                Door.close(self.engine, error)
+            raise error
+        Door.open(self.engine)
+        return receipts
+
+    def _load(self) -> Steps:
+        weights, reach = self.weights, self.reach
         if weights is None or isinstance(weights, str | Path):
             path = None if weights is None else str(weights)
             gather((yield reach.call("load_path", path=path)))
         elif reach.local:
             gather((yield reach.call("load", weights=weights)))
         else:
-            yield from _send(weights, reach)
-        finished = yield reach.call("finish")
-        receipts = gather(finished)
-    except GeneratorExit:
-        raise
-    except BaseException as error:
+            yield from self._send(weights)
+
+    def _send(self, weights: Any) -> Steps:
+        if isinstance(weights, Mapping):
+            if self.options["check_finite"]:
+                intake = Intake(manifest=None, check_finite=True)
+                for name, tensor in weights.items():
+                    intake.check_pair(name, tensor)
+            forms = {
+                name: [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
+                for name, tensor in weights.items()
+            }
+            gather((yield self.reach.call("check", shapes=forms)))
+        writer = BucketWriter()
         try:
-            yield from _give_up(error, opener, finished, reach)
-        except Exception as second:
-            error.add_note(
-                f"weightload: the ranks could not be told to abort; {type(second).__name__}: "
-                f"{second}"
+            for table in writer.fill(pairs_of(weights)):
+                gather((yield self.reach.call("load_bucket", path=writer.path, table=table)))
+        finally:
+            writer.close()
+
+    def _compare(self, agreed: list[dict[str, Any]]) -> None:
+        """Compare what ranks received, where all of them were sent the same."""
+        sent = self.weights is not None and not isinstance(self.weights, str | Path)
+        if sent and any(one != agreed[0] for one in agreed):
+            raise VerificationError(
+                f"Ranks received different tensors: {agreed}. Nothing is published.",
+                agreed=[str(one) for one in agreed],
             )
-        raise error
-    return [Receipt.from_plain(value) for value in receipts]
+
+    def _announce(self, before: Version) -> Steps:
+        """Drop what was computed with the old weights, and tell everybody the new version."""
+        version = self.options["version"]
+        for reset in caches.engine_resets(self.front, self.engine, self.caches):
+            done = yield reset
+            if done is False:
+                # Requests hold blocks; they are computed again under the new weights.
+                again: Any = reset
+                done = yield functools.partial(again, reset_running_requests=True)
+            if done is False:
+                raise UsageError(f"{reset.__name__} could not drop what it holds.")
+        for callback in self.publish:
+            callback(before, version)
+        if version is not None and hasattr(self.engine, "set_weight_version"):
+            yield functools.partial(self.engine.set_weight_version, str(version))
+
+    def _give_up(self, error: BaseException, opener: str, finished: list[Any]) -> Steps:
+        """End what was begun on every rank, and find out whether all are intact."""
+        reach = self.reach
+        cause = f"{type(error).__name__}: {error}"
+        if any("value" in one for one in finished):
+            # Some ranks have the new weights and others do not, or caches hold results of the old.
+            yield reach.call("poison", cause=f"the engine could not finish on all ranks: {cause}")
+        ended = yield reach.call("abort", cause=cause, opener=opener)
+        for outcome in ended:
+            if "error" in outcome:
+                error.add_note(f"weightload: abort failed: {outcome['error']['message']}")
+        states = yield reach.call("status")
+        poisoned = [one for one in states if "value" not in one or one["value"]["poison"]]
+        reach.intact = not poisoned
+        if isinstance(error, WeightLoadError):
+            error.model_intact = error.model_intact and not poisoned
 
 
-def _give_up(
-    error: BaseException, opener: str, finished: list[Any], reach: _Reach
-) -> Generator[Any, Any, None]:
-    """End what was begun on every rank, and find out whether all are intact."""
-    cause = f"{type(error).__name__}: {error}"
-    if any("value" in one for one in finished):
-        # Some ranks have the new weights and others do not; together they are a mixture.
-        yield reach.call("poison", cause=f"another rank could not finish: {cause}")
-    ended = yield reach.call("abort", cause=cause, opener=opener)
-    for outcome in ended:
-        if "error" in outcome:
-            error.add_note(f"weightload: abort failed: {outcome['error']['message']}")
-    states = yield reach.call("status")
-    reach.intact = all("value" in one and not one["value"]["poison"] for one in states)
-    if isinstance(error, WeightLoadError):
-        poisoned = any("value" in one and one["value"]["poison"] for one in states)
-        error.model_intact = error.model_intact and not poisoned
+class Door:
+    """Stands in the place of an engine's ``add_request`` while the engine must not serve.
 
+    A request is refused where it comes in, and the engine stays as it is; a worker that refuses
+    to run, the last line of defence, takes the engine down.
+    """
 
-def _send(weights: Any, reach: _Reach) -> Generator[Any, Any, None]:
-    if isinstance(weights, Mapping):
-        shapes = {name: list(tensor.shape) for name, tensor in weights.items()}
-        gather((yield reach.call("check", shapes=shapes)))
-    writer = BucketWriter()
-    try:
-        for table in writer.fill(pairs_of(weights)):
-            gather((yield reach.call("load_bucket", path=writer.path, table=table)))
-    finally:
-        writer.close()
+    def __init__(self, engine: Any, cause: str) -> None:
+        self._own = vars(engine).get("add_request")
+        self._asynchronous = iscoroutinefunction(engine.add_request)
+        self._cause = cause
+        vars(engine)["add_request"] = self
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse.
 
-def _cache_resets(front: Any, engine: Any) -> list[Any]:
-    """Return the calls that drop what was computed with the old weights."""
-    found = []
-    for owner, name in (
-        (front, "reset_prefix_cache"),
-        (engine, "reset_mm_cache"),
-        (engine, "reset_encoder_cache"),
-    ):
-        reset = getattr(owner, name, None)
-        if callable(reset):
-            found.append(reset)
-    return found
+        Raises:
+            ModelPoisonedError: always.
+        """
+        return self._refuse_later() if self._asynchronous else self._refuse()
+
+    def _refuse(self) -> Any:
+        raise ModelPoisonedError(
+            f"The engine must not serve: a reload failed ({self._cause}) after it had written "
+            f"live weights. Reload a complete set of weights first.",
+            model_intact=False,
+        )
+
+    async def _refuse_later(self) -> Any:
+        self._refuse()
+
+    @classmethod
+    def close(cls, engine: Any, error: BaseException) -> None:
+        """Let ``engine`` take no request."""
+        if not isinstance(vars(engine).get("add_request"), cls):
+            cls(engine, f"{type(error).__name__}: {error}")
+
+    @classmethod
+    def open(cls, engine: Any) -> None:
+        """Let ``engine`` take requests again."""
+        door = vars(engine).get("add_request")
+        if not isinstance(door, cls):
+            return
+        if door._own is None:
+            del vars(engine)["add_request"]
+        else:
+            vars(engine)["add_request"] = door._own

@@ -119,6 +119,10 @@ class VllmFramework(Framework):
         """Learn about a model that vLLM loaded itself from what vLLM recorded."""
         adopt_native(self, model)
 
+    def captured(self, model: nn.Module) -> bool:
+        """Whether the engine captures graphs."""
+        return compat.captures_graphs(self.vllm_config, self.device)
+
     def before_processing(self, model: nn.Module) -> None:
         """Tie word embeddings again that turned out to be equal."""
         compat.retie_word_embeddings(model, self.model_config)

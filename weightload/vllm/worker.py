@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from weightload.bucket import read_bucket
-from weightload.errors import UnsupportedError, WeightLoadError
+from weightload.errors import UsageError, WeightLoadError
 from weightload.files import Header, checkpoint_folder, read_headers
 from weightload.lifecycle import abort_reload, finish_reload, start_reload
 from weightload.ownership import (
@@ -28,9 +28,20 @@ from weightload.ownership import (
     weights_version,
 )
 from weightload.record import record_of
+from weightload.scope import Scope
+from weightload.vllm import caches
 from weightload.vllm.framework import VllmFramework
+from weightload.vllm.vetoes import vetoes_of
 
-__all__ = ["OPERATIONS", "WorkerExtension", "gather", "run_operation", "worker_extension"]
+__all__ = [
+    "OPERATIONS",
+    "WorkerExtension",
+    "framework_for",
+    "gather",
+    "outcome_of",
+    "run_operation",
+    "worker_extension",
+]
 
 Outcome = dict[str, Any]
 
@@ -61,23 +72,45 @@ def _start(
     version: str | int | None = None,
     commit: Any = "stream",
     opener: str | None = None,
+    scope: dict[str, Any] | None = None,
+    check_finite: bool = False,
+    strict: bool | None = None,
+    verify: Any = None,
 ) -> Any:
     model = worker.get_model()
-    _refuse_while_asleep(worker)
-    framework = None
-    if record_of(model) is None:
-        framework = VllmFramework(
-            worker.vllm_config, worker.model_config, worker.device, native=True
-        )
-    session = start_reload(model, framework=framework, version=version, commit=commit)
+    session = start_reload(
+        model,
+        framework=framework_for(worker, model, worker.model_config),
+        version=version,
+        commit=commit,
+        scope=None if scope is None else Scope.from_plain(scope),
+        check_finite=check_finite,
+        strict=strict,
+        verify=verify,
+        veto=vetoes_of(worker),
+    )
     session.opener = opener
     return _status(worker)
 
 
-def _check(worker: Any, shapes: Mapping[str, Iterable[int]]) -> Any:
+def framework_for(worker: Any, model: nn.Module, model_config: Any) -> VllmFramework | None:
+    """Return the framework for a model that vLLM loaded itself, ``None`` if it is known."""
+    if record_of(model) is not None:
+        return None
+    return VllmFramework(worker.vllm_config, model_config, worker.device, native=True)
+
+
+def _check(worker: Any, shapes: Mapping[str, Any]) -> Any:
+    """Check names, shapes and types; a value is a shape, or a pair of a shape and a type's name."""
     session = _session(worker)
-    session.check({name: tuple(shape) for name, shape in shapes.items()}, complete=True)
+    session.check({name: _form(value) for name, value in shapes.items()}, complete=True)
     return None
+
+
+def _form(value: Any) -> Any:
+    if len(value) == 2 and isinstance(value[1], str):
+        return tuple(value[0]), getattr(torch, value[1])
+    return tuple(value)
 
 
 def _load(worker: Any, weights: Any) -> Any:
@@ -116,12 +149,13 @@ def _load_path(worker: Any, path: str | None = None) -> Any:
     return None
 
 
-def _finish(worker: Any) -> Any:
+def _seal(worker: Any) -> Any:
+    return _session(worker).seal()
+
+
+def _finish(worker: Any, reset: Iterable[str] = caches.ALL) -> Any:
     receipt = finish_reload(worker.get_model()).to_plain()
-    for name in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):
-        reset = getattr(worker.model_runner, name, None)
-        if callable(reset):
-            reset()
+    caches.reset_in_worker(worker, reset)
     return {**receipt, "rank": worker.rank}
 
 
@@ -138,7 +172,7 @@ def _poison(worker: Any, cause: str) -> Any:
     """Mark a model that is whole itself, and does not go with those of the other ranks."""
     model = worker.get_model()
     if poison_of(model) is None:
-        poison = Poison(session=0, version=None, step="finish", module=None, cause=cause)
+        poison = Poison(session=0, version=None, step="agree", module=None, cause=cause)
         record_poison(model, poison)
     return None
 
@@ -162,6 +196,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "load": _load,
     "load_bucket": _load_bucket,
     "load_path": _load_path,
+    "seal": _seal,
     "finish": _finish,
     "abort": _abort,
     "poison": _poison,
@@ -179,14 +214,19 @@ def run_operation(worker: Any, operation: str, local: bool = False, **arguments:
         local: whether the caller is in this process, so that exceptions can travel as they are.
         arguments: for the operation.
     """
+    outcome = outcome_of(worker.rank, lambda: OPERATIONS[operation](worker, **arguments))
+    if not local:
+        outcome.pop("exception", None)
+    return outcome
+
+
+def outcome_of(rank: int, action: Callable[[], Any]) -> Outcome:
+    """Return what ``action`` returned or raised, as an outcome of ``rank``."""
     try:
-        return {"rank": worker.rank, "value": OPERATIONS[operation](worker, **arguments)}
+        return {"rank": rank, "value": action()}
     except Exception as error:
         known = error if isinstance(error, WeightLoadError) else _foreign(error)
-        outcome: Outcome = {"rank": worker.rank, "error": known.to_plain()}
-        if local:
-            outcome["exception"] = error
-        return outcome
+        return {"rank": rank, "error": known.to_plain(), "exception": error}
 
 
 def _foreign(error: Exception) -> WeightLoadError:
@@ -199,9 +239,11 @@ def _foreign(error: Exception) -> WeightLoadError:
 def worker_extension(prefix: str) -> type:
     """Make a class for vLLM's ``worker_extension_cls`` whose methods start with ``prefix_``.
 
-    Methods: ``start(version=None, commit="stream")``, ``check(shapes)``, ``load(weights)``,
-    ``load_bucket(path, table)``, ``load_path(path=None)``, ``finish()``, ``abort(cause=...)``,
-    ``poison(cause)`` (some ranks finished and others could not) and ``status()``. Each returns an outcome; see :func:`gather`. To choose a prefix, give the class
+    Methods: ``start(version=None, commit="stream", ...)`` with the options of a session,
+    ``check(shapes)``, ``load(weights)``, ``load_bucket(path, table)``, ``load_path(path=None)``,
+    ``seal()`` (when all ranks have sealed, all may finish), ``finish(reset=...)``,
+    ``abort(cause=...)``, ``poison(cause)`` (some ranks finished and others could not) and
+    ``status()``. Each returns an outcome; see :func:`gather`. To choose a prefix, give the class
     a name in a module of your own: ``MyExtension = worker_extension("my")``.
     """
 
@@ -226,17 +268,10 @@ WorkerExtension = worker_extension("weightload")
 
 
 def _session(worker: Any) -> Any:
-    from weightload.errors import UsageError
-
     session = open_session(worker.get_model())
     if session is None:
         raise UsageError("No session is open on this rank; call start first.")
     return session
-
-
-def _refuse_while_asleep(worker: Any) -> None:
-    if getattr(worker, "_sleep_saved_buffers", None):
-        raise UnsupportedError("The engine is asleep; wake its weights up before a reload.")
 
 
 def _loader(worker: Any) -> Any:
@@ -269,14 +304,33 @@ def _headers(loader: Any, model_config: Any, model: nn.Module) -> dict[str, Head
     return read_headers(sorted(files)) if safetensors else None
 
 
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""The names of types in safetensors files (https://huggingface.co/docs/safetensors)."""
+
+
 class _Lazy(Mapping[str, Any]):
-    """Shapes of a checkpoint's tensors, and the tensors themselves when they are asked for."""
+    """Shapes and types of a checkpoint's tensors, and the tensors themselves when they are asked for."""
 
     def __init__(self, headers: dict[str, Header]) -> None:
         self._headers = headers
 
     def __getitem__(self, name: str) -> Any:
-        return self._headers[name].shape
+        header = self._headers[name]
+        dtype = _DTYPES.get(header.dtype)
+        return header.shape if dtype is None else (header.shape, dtype)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._headers)

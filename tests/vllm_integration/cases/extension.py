@@ -1,5 +1,8 @@
 """What the cases call in worker processes, beside what weightload brings."""
 
+import os
+import signal
+
 from common import Places
 
 from weightload.vllm import WorkerExtension, worker_extension
@@ -31,6 +34,32 @@ class _Looking:
                     yield pair
 
         model.load_weights = lambda weights: whole(some(weights))
+
+    def process(self):
+        """Return the number of the process."""
+        return os.getpid()
+
+    def die_in(self, rank, step):
+        """Let one rank end as by ``kill -9``, in its loaders or in the first hook of the finish."""
+        if self.rank != rank:
+            return
+        model = self.get_model()
+        whole = model.load_weights
+        method = model.lm_head.quant_method
+
+        def die(*args, **kwargs):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        def some(weights):
+            for index, pair in enumerate(weights):
+                if index == 1:
+                    die()
+                yield pair
+
+        if step == "load":
+            model.load_weights = lambda weights: whole(some(weights))
+        else:
+            method.process_weights_after_loading = die
 
     def mend_loaders(self):
         vars(self.get_model()).pop("load_weights", None)
