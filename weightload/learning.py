@@ -96,7 +96,9 @@ class Learning:
             if entry.gaps is None and named:
                 for module, section, name in entry.slots:
                     record = make_record(module)
-                    record.gaps[section, name] = entry.ledger.missing()
+                    if entry.touched:
+                        # Of what nothing was loaded into, the engine may change the shape.
+                        record.gaps[section, name] = entry.ledger.missing()
                     if entry.shared.names or entry.shared.overlaps:
                         record.shared[section, name] = entry.shared
             if id(entry) in self._load.seeds:

@@ -80,6 +80,10 @@ class ScaledTensor(Tensor):
         """Return the value as a plain tensor."""
         return self.packed.to(self.scale.dtype) * self.scale
 
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        """Say what it is without a look at the values, which a compiler has none of."""
+        return f"ScaledTensor(shape={tuple(self.shape)}, rounding={self.rounding})"
+
     def __tensor_flatten__(self) -> tuple[list[str], int]:
         """Name the tensors inside."""
         return ["packed", "scale"], self.rounding
@@ -110,7 +114,7 @@ class GroupedConfig:
 
     def __init__(self, scale: Tensor) -> None:
         self.scale = scale
-        self.strides = torch.full((2,), scale.numel(), dtype=torch.int64)
+        self.strides = torch.full((2,), scale.numel(), dtype=torch.int64, device=scale.device)
 
 
 class GroupedKernel:
@@ -134,10 +138,10 @@ class GroupedKernel:
     def apply(self, x: Tensor) -> Tensor:
         """Use every tensor once; nothing cancels another."""
         minimum, (maximum, [total]) = self.stages
-        x = torch.tanh(functional.linear(x, self.packed.unpack()) * self.config.scale)
-        x = self.shifted(self.scaled(x)) / self.config.strides[0]
+        x = functional.linear(x, self.packed.unpack()) * self.config.scale
+        x = torch.tanh(self.shifted(self.scaled(x)) / self.config.strides[0])
         x = x * self.by_name["alpha"] + self.by_name["groups"]["beta"]
-        result: Tensor = torch.tanh(x - minimum) * maximum + total * self.config.strides[1]
+        result: Tensor = torch.tanh((x - minimum) * maximum + total / self.config.strides[1])
         return result
 
     def tensors(self) -> dict[str, Tensor]:
