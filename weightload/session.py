@@ -139,6 +139,7 @@ class WeightLoadSession:
         self._intake = Intake(manifest=None)
         self._progress = Progress()
         self._sealed = False
+        self._transport = False
         self._kept = False
         self._block: Any = None
 
@@ -235,6 +236,7 @@ class WeightLoadSession:
         with self._gate.call("load_through", Event.LOAD):
             self._gate.move(Event.LOAD)
             self._intake.lenient = not exact
+            self._transport = exact
             mine = vars(self.model)
             kept = {name: mine[name] for name in ("load_weights",) if name in mine}
             original = getattr(self.model, "load_weights", None)
@@ -606,7 +608,7 @@ class WeightLoadSession:
                 and isinstance(error, Exception)
                 and not isinstance(error, WeightLoadError)
                 and error is not source
-                and not self._terminal(error)
+                and not self._outside(error)
             ):
                 raised = preflight.refused(error, self._intake)
             self._end(f"{type(raised).__name__}: {raised}", raised, terminal=self._terminal(error))
@@ -614,6 +616,11 @@ class WeightLoadSession:
             if raised is not error:
                 raise raised from error
             raise
+
+    def _outside(self, error: BaseException) -> bool:
+        """Whether no loader of the model raised ``error``, but a device or a transport."""
+        transport = self._transport and self._intake.current is None
+        return transport or self._terminal(error)
 
     def _terminal(self, error: BaseException) -> bool:
         """Whether nothing but a new process cures ``error``."""

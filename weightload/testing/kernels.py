@@ -82,7 +82,7 @@ class ScaledTensor(Tensor):
         """Return the value as a plain tensor."""
         return self.packed.to(self.scale.dtype) * self.scale
 
-    def __repr__(self) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         """Say what it is without a look at the values, which a compiler has none of."""
         return f"ScaledTensor(shape={tuple(self.shape)}, rounding={self.rounding})"
 

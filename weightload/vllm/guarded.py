@@ -51,12 +51,16 @@ def require_ready(worker: Any) -> None:
             )
 
 
-def agree(worker: Any, action: Callable[[], Any]) -> Any:
+def agree(worker: Any, action: Callable[[list[Any]], Any]) -> Any:
     """Do something that every rank does, and go on only if all of them could.
 
     Every rank must call this. Where one failed, each aborts its session, and the last rank
     raises that one's error: an executor that gets an exception from an earlier rank leaves the
     answers of later ones unread, for the next call to stumble over.
+
+    Args:
+        worker: vLLM's worker.
+        action: is called with a list, and appends the session that it works on.
 
     Returns:
         What ``action`` returned; ``None`` on the other ranks when one failed.
@@ -64,7 +68,8 @@ def agree(worker: Any, action: Callable[[], Any]) -> Any:
     Raises:
         WeightLoadError: what the first rank that failed said, on the last rank.
     """
-    mine = outcome_of(worker.rank, action)
+    sessions: list[Any] = []
+    mine = outcome_of(worker.rank, lambda: action(sessions))
     size = worker.vllm_config.parallel_config.world_size
     outcomes = [mine]
     if size > 1:
@@ -74,9 +79,8 @@ def agree(worker: Any, action: Callable[[], Any]) -> Any:
     if not failed:
         return mine["value"]
     worker._weightload_failed = True
-    models = [worker.get_model(), getattr(worker, "get_draft_model", lambda: None)()]
-    for session in [open_session(model) for model in models if model is not None]:
-        if session is not None:
+    for session in sessions:
+        if session.state.open:
             session.abort(failed[0]["error"]["message"])
     if worker.rank == size - 1:
         gather(outcomes)
@@ -143,13 +147,14 @@ class _Guard:
                 be checked.
         """
 
-        def run() -> None:
+        def run(sessions: list[Any]) -> None:
             if not is_checkpoint_format:
                 raise UnsupportedError(
                     "reload_weights(is_checkpoint_format=False) writes tensors past every check. "
                     "Send the checkpoint's tensors."
                 )
             OPERATIONS["start"](self)
+            sessions.append(open_session(self.get_model()))
             if weights_iterator is not None:
                 OPERATIONS["load"](self, weights_iterator)
             else:
@@ -172,10 +177,11 @@ class _Guard:
     def update_weights(self, update_info: Any) -> None:
         """Receive one chunk with the configured transport, and give it to the session."""
 
-        def receive() -> None:
+        def receive(sessions: list[Any]) -> None:
             session = open_session(self._weightload_target())
             if session is None:
                 raise UsageError("No update is active; call start_weight_update first.")
+            sessions.append(session)
             self._weight_update_active = True
             with compat.engine_config(self):
                 run = super(_Guard, self).update_weights  # type: ignore[misc]
@@ -189,12 +195,13 @@ class _Guard:
         """Process, commit and verify what the chunks brought, on every rank or on none."""
         target = self._weightload_target()
 
-        def seal() -> None:
+        def seal(sessions: list[Any]) -> None:
             session = open_session(target)
             if session is None:
                 raise UsageError(
                     "No update is active: it was not started, or failed. Nothing is published."
                 )
+            sessions.append(session)
             self.weight_transfer_engine.drain_pending()
             session.seal()
 
@@ -208,36 +215,38 @@ class _Guard:
     # ------------------------------------------------------------------ helpers
 
     def _weightload_start(self, *, draft: bool) -> None:
-        def start() -> None:
+        def start(sessions: list[Any]) -> None:
             self._check_weight_transfer_engine()
             engine = self.weight_transfer_engine
             reason = compat.why_not_through_sessions(engine)
             if reason is not None:
                 raise UnsupportedError(reason)
+            target = engine.model, engine.model_config
             if draft:
                 self._set_draft_weight_update_target()
             model = engine.model
-            start_reload(
-                model,
-                framework=framework_for(self, model, engine.model_config),
-                veto=vetoes_of(self),
-            )
+            try:
+                framework = framework_for(self, model, engine.model_config)
+                sessions.append(start_reload(model, framework=framework, veto=vetoes_of(self)))
+            except BaseException:
+                engine.model, engine.model_config = target
+                raise
 
         self._weightload_failed = False
         agree(self, start)
-        self._weight_update_active = not self._weightload_failed
-        self._weight_update_is_draft = draft
-        if self._weightload_failed:
-            self._weightload_reset()
+        if not self._weightload_failed:
+            self._weight_update_active = True
+            self._weight_update_is_draft = draft
 
     def _weightload_target(self) -> Any:
         engine = getattr(self, "weight_transfer_engine", None)
         return self.get_model() if engine is None else engine.model
 
     def _weightload_finish(self, model: Any) -> None:
-        def finish() -> None:
+        def finish(sessions: list[Any]) -> None:
             session = open_session(model)
             if session is not None:
+                sessions.append(session)
                 session.finish()
             caches.reset_in_worker(self, NATIVE_CACHES)
 
