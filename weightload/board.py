@@ -18,6 +18,7 @@ from weightload.layer import Hook, Unit
 from weightload.learning import Learning
 from weightload.ledger import Region, RegionLedger, full_region
 from weightload.partial import gaps_outside, select_units
+from weightload.rebound import ReboundAttributes
 from weightload.record import (
     ModuleRecord,
     SharedRegions,
@@ -45,6 +46,7 @@ class Board:
         hooks: in order of processing.
         units: in the order of the tree.
         kept: names of the tensors that stayed away and keep their values, as the scope allows.
+        rebound: attributes that loaders bind to modules which are not parked.
         moved: what could not keep its storage, as text with the reason.
         arrivals: listens to writes.
         completeness: tells what is missing.
@@ -78,6 +80,7 @@ class Board:
         self.modules = modules
         self.moved: list[str] = []
         self.kept: list[str] = []
+        self.rebound = ReboundAttributes()
         self.hooks: list[Hook] = []
         self.units: list[Unit] = []
         self.verification = intake.verification
@@ -133,6 +136,11 @@ class Board:
                 self._load.stale[mark.storage._cdata] = name
                 self._stale_keys.setdefault(id(module), []).append(mark.storage._cdata)
         self._watch(placed)
+        if not self._load.initial:
+            parked = {id(m) for unit in self.units if unit.staged for m in unit.modules.values()}
+            self.rebound = ReboundAttributes.of(
+                {name: m for name, m in self.modules.items() if id(m) not in parked}
+            )
 
     def _leave_rest(self) -> None:
         """Leave alone what a load of some names does not change."""
@@ -331,18 +339,34 @@ class Board:
         self._load.grow(unit.allocate())
         if not unit.fresh:
             unit.plan_commit()
-            self._refuse_moved(unit)
+            doing = f"Processing module {unit.name!r}"
+            self._refuse_moved(doing, unit.name, unit.planned_moves)
 
-    def _refuse_moved(self, unit: Unit) -> None:
+    def plan_rebound(self) -> None:
+        """Work out what becomes of tensors that loaders bound to modules; changes nothing.
+
+        Raises:
+            StorageChangedError: one cannot keep its storage, and must.
+        """
+        moved = self.rebound.plan()
+        self._refuse_moved("Loading the model", "", moved)
+        self._load.counts.tensors_moved += len(self.rebound.found.moved)
+        self.moved += moved
+
+    def commit_rebound(self) -> None:
+        """Copy new values into the tensors that were bound to modules before."""
+        self._load.counts.tensors_derived += len(self.rebound.found.copies)
+        self._load.counts.bytes_committed += self.rebound.commit()
+
+    def _refuse_moved(self, doing: str, name: str, moved: list[str]) -> None:
         """With strict storage, refuse what cannot keep its storage, before the commit."""
-        moved = unit.planned_moves
         if self._load.strict and moved:
             raise StorageChangedError(
-                f"Processing module {unit.name!r} again gave tensors that kernels know and that "
+                f"{doing} again gave tensors that kernels know and that "
                 f"cannot keep their storage: {name_some(moved)}. Captured graphs would read the "
                 f"old ones. Give the module a rule with a rebind hook, or pass strict=False if "
                 f"nothing was captured.",
-                module=unit.name,
+                module=name,
                 moved=moved[:10],
             )
 
@@ -415,6 +439,7 @@ class Board:
 
         After a failed first load that is what loaders have to find when it is tried again.
         """
+        self.rebound.restore()
         for unit in reversed(self.units):
             if unit.staged:
                 unit.restore()
@@ -433,6 +458,7 @@ class Board:
     def close(self) -> None:
         """Stop watching and let go of everything."""
         self._load.close()
+        self.rebound.close()
         self.hooks.clear()
         self.units.clear()
         self._members.clear()

@@ -118,8 +118,9 @@ class Completeness:
                 continue
             raise WeightMismatchError(
                 f"{name!r} filled {place!r} in the load that made the model, and the model's "
-                f"loaders ignored it now. The two that were tied then differ in these weights; "
-                f"start the engine again on them.",
+                f"loaders ignored it now, although its value is another. If the two were tied "
+                f"since, they differ in these weights: start the engine again on them. If not, "
+                f"the loaders have to take what they are given.",
                 name=name,
                 place=place,
             )

@@ -96,6 +96,7 @@ class Processing:
         """Work out every commit that is left, so that nothing of it can fail later on."""
         for unit in self._waiting():
             self.board.plan(unit)
+        self.board.plan_rebound()
 
     def commit_all(self) -> None:
         """Commit everything that was planned."""
@@ -103,6 +104,9 @@ class Processing:
         with self.progress.timed("commit"):
             for unit in waiting:
                 self._commit(unit)
+            if self.board.rebound.changes_something:
+                self.progress.mark_dirty()
+                self.board.commit_rebound()
             for unit in waiting:
                 self.board.release(unit)
         with _disable_current_modes():

@@ -15,6 +15,7 @@ from typing import Any
 import attrs
 import torch
 
+from weightload.errors import UnsupportedError
 from weightload.ledger import Region
 
 __all__ = [
@@ -249,12 +250,22 @@ def make_twins(specs: Sequence[TensorSpec]) -> list[Tensor]:
 
 
 def _dress(data: Tensor, spec: TensorSpec) -> Tensor:
-    """Give ``data`` the type and the attributes of the spec."""
+    """Give ``data`` the type and the attributes of the spec.
+
+    Raises:
+        UnsupportedError: Python cannot make an object of that type out of another one.
+    """
     twin = data
     if issubclass(spec.cls, torch.nn.Parameter):
         twin = torch.nn.Parameter(data, requires_grad=spec.requires_grad)
     if type(twin) is not spec.cls:
-        twin.__class__ = spec.cls
+        try:
+            twin.__class__ = spec.cls
+        except TypeError as error:
+            raise UnsupportedError(
+                f"A tensor of type {spec.cls.__qualname__} and shape {spec.shape} cannot be made "
+                f"again to stage its new value ({error}). Give the class no __slots__."
+            ) from error
     for name, value in spec.attributes.items():
         twin.__dict__[name] = rebound(value, _SELF, twin)
     return twin
