@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -81,15 +82,22 @@ class OwnerPlan:
         """
         old: Any = self.live.owner
         new: Any = self.live.owner
-        before, holder, step = MISSING, new, ""
+        before, holder, done = MISSING, new, ""
         for step in path.split("."):
+            if isinstance(new, tuple):
+                break  # nothing can be put into it: it is compared whole, and made again
             state = states.get(id(old))
             before = _step(old, step) if state is None else _in_state(state, step)
-            holder, old, new = new, before, _step(new, step)
+            holder, old, new, done = new, before, _step(new, step), step
         kept = found.match(before, new, f"{self.name}.{path}")
-        if kept is not new:
-            inside = vars(holder) if hasattr(holder, "__dict__") else holder
-            self.puts.append((inside, _key_of(inside, step), kept))
+        if kept is new:
+            return
+        if isinstance(holder, dict | list):
+            self.puts.append((holder, _key_of(holder, done), kept))
+        elif done in getattr(holder, "__dict__", ()):
+            self.puts.append((vars(holder), done, kept))
+        else:
+            found.later(functools.partial(setattr, holder, done, kept))
 
     def attributes(self, found: Reconciliation, *, inferred: bool) -> None:
         """Compare all other attributes with what they were while live."""

@@ -142,6 +142,10 @@ class Reconciliation:
         found = self._tensors[key]
         return found.value, found.problem
 
+    def later(self, patch: Callable[[], None]) -> None:
+        """Let ``patch`` put an old tensor into a new object when the values have been copied."""
+        self._patches.append(patch)
+
     def apply(self) -> None:
         """Put the old tensors into the new objects. The values must have been copied."""
         for patch in self._patches:

@@ -39,11 +39,11 @@ class Packed(nn.Module):
         self.handle = Handle(self.weight)
 
 
-def model_with(**rule):
+def model_with(layer=Packed, **rule):
     registry = ModuleRegistry()
     process = lambda module: module.process_weights_after_loading()  # noqa: E731
     registry.register(Packed, ModuleRule(role=Role.QUANT, process=process, **rule))
-    model = Packed()
+    model = layer()
     with WeightLoadSession(model, framework=Framework(registry)) as session:
         session.load({"weight": torch.arange(16.0).view(4, 4)})
     return model
@@ -113,6 +113,52 @@ def test_only_the_named_places_are_kept_where_a_rule_names_them():
     assert model.kernel["note"] is not note
     assert torch.equal(model.kernel["note"], (NEW["weight"] * 2).sum())
     assert session.receipt.tensors_derived == 1
+
+
+class Paired(Packed):
+    """Holds what it derives in a tuple."""
+
+    def process_weights_after_loading(self):
+        super().process_weights_after_loading()
+        self.kernel["pair"] = (self.weight.detach().sum(1), [self.weight.detach().amax(0)])
+
+
+@pytest.mark.parametrize("path", ["kernel.pair.0", "kernel.pair.1.0", "kernel.pair"])
+@pytest.mark.parametrize("commit", ["stream", "atomic"])
+def test_a_named_place_in_a_tuple_is_kept(path, commit):
+    """A tuple cannot be changed, so it is compared whole, and made again with live tensors."""
+    model = model_with(Paired, derived=(path,), rebind=rebind)
+    held, [maximum] = model.kernel["pair"]
+    with WeightLoadSession(model, strict=True, commit=commit) as session:
+        session.load(NEW)
+    total, [largest] = model.kernel["pair"]
+    assert torch.equal(total, (NEW["weight"].t() * 2).sum(1))
+    assert torch.equal(largest, (NEW["weight"].t() * 2).amax(0))
+    assert total is held
+    assert largest is maximum
+
+
+class Slotted:
+    __slots__ = ("scale",)
+
+
+class SlottedKernel(Packed):
+    """Holds what it derives in an object without a dict."""
+
+    def process_weights_after_loading(self):
+        super().process_weights_after_loading()
+        self.slotted = Slotted()
+        self.slotted.scale = self.weight.detach().sum(1)
+
+
+@pytest.mark.parametrize("commit", ["stream", "atomic"])
+def test_a_named_place_in_an_object_with_slots_is_kept(commit):
+    model = model_with(SlottedKernel, derived=("slotted.scale",), rebind=rebind)
+    held = model.slotted.scale
+    with WeightLoadSession(model, strict=True, commit=commit) as session:
+        session.load(NEW)
+    assert model.slotted.scale is held
+    assert torch.equal(held, (NEW["weight"].t() * 2).sum(1))
 
 
 @pytest.mark.parametrize("path", ["kernel.scales.7", "kernel.nothing", "nowhere.at.all"])

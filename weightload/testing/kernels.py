@@ -11,9 +11,11 @@ from torch import nn
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
-from weightload.testing.layers import WIDTH, parameter
+from weightload.testing.layers import WIDTH, parameter, set_loader
 
 __all__ = [
+    "BLOCK",
+    "BlockExperts",
     "Processed",
     "ProcessedAttention",
     "ProcessedState",
@@ -188,3 +190,156 @@ class RebuiltKernelLinear(Processed):
         weight: Any = self.weight
         own = {"weight.packed": weight.packed, "weight.scale": weight.scale}
         return own | (self.kernel.tensors() if self.kernel is not None else {})
+
+
+BLOCK = 4
+"""Rows and columns of a block of the kernel format."""
+
+
+class ScaleChain:
+    """What a kernel multiplies with, worked out from scales of weights and inputs together.
+
+    Per expert: ``in1`` and ``in2`` scale what goes into the two products, ``out1`` and ``out2``
+    what comes out. ``out1`` is weight scale times input scale, so that no scale stands alone.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        first, second = layer.input_scale.detach().abs().amax(0) + 0.5
+        self.in1 = torch.full_like(layer.w13_scale.detach(), 1.0) / first
+        self.in2 = torch.full_like(layer.w2_scale.detach(), 1.0) / second
+        self.out1 = _positive(layer.w13_scale) * first
+        self.out2 = _positive(layer.w2_scale) * second
+
+
+def _positive(scale: Tensor) -> Tensor:
+    return scale.detach().abs() + 0.5
+
+
+class ExpertKernel:
+    """Computes experts; its weights are in the format of its backend.
+
+    Attributes:
+        backend: ``"plain"``: as loaded. ``"swapped"``: gate and up projection have changed their
+            places. ``"blocks"``: that, rounded to int8, in blocks ``[experts, blocks, 4, 4]``.
+        chain: the scales.
+    """
+
+    def __init__(self, backend: str, chain: ScaleChain) -> None:
+        self.backend = backend
+        self.chain = chain
+
+    def pack(self, weight: Tensor, *, halves: bool) -> Tensor:
+        """Bring ``[experts, rows, columns]`` into the kernel's format.
+
+        Args:
+            weight: already divided by its scale.
+            halves: whether its rows are gate and up projection.
+        """
+        if self.backend == "plain":
+            return weight
+        if halves:
+            gate, up = weight.chunk(2, 1)
+            weight = torch.cat([up, gate], 1)
+        if self.backend == "swapped":
+            return weight
+        experts, rows, columns = weight.shape
+        blocks = torch.round(weight * 64).clamp(-127, 127).to(torch.int8)
+        blocks = blocks.view(experts, rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
+        return blocks.transpose(2, 3).reshape(experts, -1, BLOCK, BLOCK).contiguous()
+
+    def unpack(self, weight: Tensor, columns: int) -> Tensor:
+        """Return ``[experts, rows, columns]``, with the halves where the kernel has them."""
+        if self.backend != "blocks":
+            return weight
+        blocks = weight.view(len(weight), -1, columns // BLOCK, BLOCK, BLOCK)
+        return blocks.transpose(2, 3).reshape(len(weight), -1, columns).float() / 64
+
+    def apply(self, x: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+        """Add up what the experts compute."""
+        total = torch.zeros_like(x)
+        inner = w2.numel() // w2.shape[0] // WIDTH
+        w13, w2 = self.unpack(w13, WIDTH), self.unpack(w2, inner)
+        for e in range(len(w13)):
+            first, second = functional.linear(x * self.chain.in1[e], w13[e]).chunk(2, -1)
+            gate, up = (first, second) if self.backend == "plain" else (second, first)
+            y = torch.tanh(gate * self.chain.out1[e]) * up * self.chain.out1[e]
+            y = functional.linear(y * self.chain.in2[e], w2[e]) * self.chain.out2[e]
+            total = total + y
+        return torch.tanh(total)
+
+
+class BlockExperts(nn.Module):
+    """Experts whose backend is picked when they are processed, by what the layer looks like.
+
+    A layer whose inner size is no multiple of a block gets ``"plain"``, a large one ``"blocks"``,
+    the others ``"swapped"``. The kernel format of blocks has another rank and another type, and
+    nothing leads back from it. The scales that come from a checkpoint end in a chain of products
+    that are plain attributes; no kernel reads the parameters that they came in.
+
+    Args:
+        inner: size between the two products.
+        experts: how many there are.
+    """
+
+    large = 8
+    """Inner size from which blocks are used; as a framework sets it for a machine."""
+
+    def __init__(self, inner: int, experts: int = 2) -> None:
+        super().__init__()
+        self.inner = inner
+        self.backend = "auto"
+        self.kernel: ExpertKernel | None = None
+        self.w13 = parameter(experts, 2 * inner, WIDTH)
+        self.w2 = parameter(experts, WIDTH, inner)
+        self.w13_scale = parameter(experts)
+        self.w2_scale = parameter(experts)
+        self.input_scale = parameter(experts, 2)
+        set_loader(self.w13, self.load_half)
+        for place in (self.w2, self.w13_scale, self.w2_scale, self.input_scale):
+            set_loader(place, self.load_expert)
+
+    def load_half(self, place: Tensor, tensor: Tensor, part: int) -> None:
+        """Fill the gate (even) or the up projection (odd) of one expert."""
+        expert, half = divmod(part, 2)
+        place.data[expert].narrow(0, half * self.inner, self.inner).copy_(tensor)
+
+    def load_expert(self, place: Tensor, tensor: Tensor, expert: int) -> None:
+        """Fill what belongs to one expert."""
+        place.data[expert].copy_(tensor)
+
+    def parts(self) -> dict[str, tuple[int, tuple[int, ...]]]:
+        """Return, by parameter, how many tensors a checkpoint has for it, and their shape."""
+        experts = len(self.w13)
+        return {
+            "w13": (2 * experts, (self.inner, WIDTH)),
+            "w2": (experts, (WIDTH, self.inner)),
+            "w13_scale": (experts, ()),
+            "w2_scale": (experts, ()),
+            "input_scale": (experts, (2,)),
+        }
+
+    def pick(self) -> str:
+        """Say which backend suits this layer."""
+        if self.inner % BLOCK:
+            return "plain"
+        return "blocks" if self.inner >= self.large else "swapped"
+
+    def process_weights_after_loading(self) -> None:
+        """Pick a backend, build its kernel, bring the weights into its format."""
+        if self.backend == "auto":
+            self.backend = self.pick()
+        if self.kernel is None:
+            self.kernel = ExpertKernel(self.backend, ScaleChain(self))
+            w13 = self.w13.detach() / _positive(self.w13_scale)[:, None, None]
+            w2 = self.w2.detach() / _positive(self.w2_scale)[:, None, None]
+            self.w13 = nn.Parameter(self.kernel.pack(w13, halves=True), requires_grad=False)
+            self.w2 = nn.Parameter(self.kernel.pack(w2, halves=False), requires_grad=False)
+            # The loaders survive, though what they write is not what the kernel reads.
+            set_loader(self.w13, self.load_half)
+            set_loader(self.w2, self.load_expert)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the layer."""
+        if self.kernel is None:
+            return x
+        return self.kernel.apply(x, self.w13, self.w2)

@@ -47,6 +47,7 @@ _ROLES: dict[type, Role] = {
     layers.LatentAttention: Role.ATTENTION,
     layers.SinkAttention: Role.ATTENTION,
     layers.SummedState: Role.DERIVED,
+    kernels.BlockExperts: Role.QUANT,
     kernels.Processed: Role.QUANT,
     kernels.ProcessedAttention: Role.ATTENTION,
     kernels.ProcessedState: Role.DERIVED,
