@@ -135,7 +135,7 @@ class Processing:
         verification = self.board.verification
         if verification is None or not unit.staged or unit.fresh or id(unit) in self._twins:
             return
-        if verification.wants(unit.name):
+        if verification.wants(unit.name, "unit"):
             self._twins[id(unit)] = [
                 (entry, entry.tensor.detach().clone())
                 for entry in unit.entries
