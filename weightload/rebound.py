@@ -43,7 +43,7 @@ class ReboundAttributes:
         """Yield path, attributes, name, old value and new value of what was bound anew."""
         for path, module, before in self._before:
             mine = vars(module)
-            for name in before.keys() | mine.keys():
+            for name in dict.fromkeys((*before, *mine)):
                 old, new = before.get(name, MISSING), mine.get(name, MISSING)
                 if old is new or name in _STRUCTURE or name.startswith("_weightload"):
                     continue
