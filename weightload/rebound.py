@@ -15,7 +15,7 @@ from torch import nn
 from weightload.derived import Reconciliation
 from weightload.ownership import ForwardGuard
 from weightload.places import tensors_in
-from weightload.record import MISSING, SECTIONS
+from weightload.record import MISSING, SECTIONS, ObjectState
 
 __all__ = ["ReboundAttributes"]
 
@@ -31,33 +31,37 @@ class ReboundAttributes:
     """
 
     found: Reconciliation = attrs.field(factory=Reconciliation)
-    _before: list[tuple[str, nn.Module, dict[str, Any]]] = attrs.field(factory=list)
+    _before: list[tuple[str, ObjectState]] = attrs.field(factory=list)
     _puts: list[tuple[dict[str, Any], str, Any]] = attrs.field(factory=list)
 
     @classmethod
     def of(cls, modules: Mapping[str, nn.Module]) -> ReboundAttributes:
         """Look at ``modules``."""
-        return cls(before=[(name, module, vars(module).copy()) for name, module in modules.items()])
+        return cls(before=[(name, ObjectState.of(module)) for name, module in modules.items()])
 
-    def _changes(self) -> Iterator[tuple[str, dict[str, Any], str, Any, Any]]:
-        """Yield path, attributes, name, old value and new value of what was bound anew."""
-        for path, module, before in self._before:
-            mine = vars(module)
-            for name in dict.fromkeys((*before, *mine)):
-                old, new = before.get(name, MISSING), mine.get(name, MISSING)
+    def _changes(self) -> Iterator[tuple[str, ObjectState, str, Any, Any]]:
+        """Yield path, state, name, old value and new value of what was bound anew.
+
+        What held no tensor when the session opened is the model's own business.
+        """
+        for path, state in self._before:
+            mine = vars(state.owner)
+            for name in dict.fromkeys((*state.values, *mine)):
+                old, new = state.values.get(name, MISSING), mine.get(name, MISSING)
                 if old is new or name in _STRUCTURE or name.startswith("_weightload"):
                     continue
-                if ForwardGuard in (type(old), type(new)) or not _has_tensors(old, new):
-                    continue
-                yield (f"{path}.{name}" if path else name), mine, name, old, new
+                # A list that a loader collects in was perhaps empty when the session opened.
+                held = state.contents.get(name, old)
+                if type(new) is not ForwardGuard and _has_tensors(held):
+                    yield (f"{path}.{name}" if path else name), state, name, held, new
 
     def plan(self) -> list[str]:
         """Work out what is to be copied; return what cannot keep its storage, with reasons."""
         self.found, self._puts = Reconciliation(), []
-        for path, mine, name, old, new in self._changes():
+        for path, state, name, old, new in self._changes():
             kept = self.found.match(old, new, path)
             if kept is not new:
-                self._puts.append((mine, name, kept))
+                self._puts.append((vars(state.owner), name, kept))
         opaque = [f"{path}: an opaque object was made anew" for path in self.found.opaque_paths]
         return [*self.found.moved, *opaque]
 
@@ -76,11 +80,8 @@ class ReboundAttributes:
 
     def restore(self) -> None:
         """Bind the old tensors again."""
-        for _, mine, name, old, _ in list(self._changes()):
-            if old is MISSING:
-                del mine[name]
-            else:
-                mine[name] = old
+        for _, state, name, _, _ in list(self._changes()):
+            state.restore_one(name)
 
     def close(self) -> None:
         """Let go of everything."""
@@ -89,5 +90,5 @@ class ReboundAttributes:
         self.found = Reconciliation()
 
 
-def _has_tensors(*values: Any) -> bool:
-    return any(True for value in values for _ in tensors_in(value, ""))
+def _has_tensors(value: Any) -> bool:
+    return value is not MISSING and any(True for _ in tensors_in(value, ""))

@@ -69,6 +69,12 @@ class ObjectState:
         for name, content in self.contents.items():
             _refill(self.values[name], content)
 
+    def restore_one(self, name: str) -> None:
+        """Put one attribute back as it was."""
+        vars(self.owner)[name] = self.values[name]
+        if name in self.contents:
+            _refill(self.values[name], self.contents[name])
+
     def differences(self, later: ObjectState) -> Change | None:
         """Return what changed until ``later``, or ``None``."""
         change = Change(owner=self.owner)
