@@ -29,6 +29,9 @@ STAGES = ("raised", "serves", "reload", "then")
 NUMBERS = ("A", "B", "neither", "NaN")
 """What an engine may serve; everything else is how it failed to."""
 
+NOT_READY = 70
+"""Exit status where it is not the fault that failed."""
+
 GUARDED = {"load_format": "weightload", "worker_cls": "weightload.vllm.GuardedWorker"}
 
 
@@ -156,11 +159,16 @@ def prepare(family, folder, tell):
 
 
 def try_one(family, folder, way, fault, look, tell):
-    """With ``look`` false nothing is computed between the fault and the reload after it."""
+    """With ``look`` false nothing is computed between the fault and the reload after it.
+
+    An engine in which a request raised still holds that request, so it ends there.
+    """
     trial = Trial(family, folder, way, fault)
     tell(raised=attempt(lambda: FAULTS[fault](trial)))
     if look:
-        tell(serves=trial.served())
+        tell(serves=(serves := trial.served()))
+        if serves not in NUMBERS:
+            return
     tell(reload=attempt(lambda: trial.give(trial.b.items())))
     tell(then=trial.served())
 
@@ -180,7 +188,7 @@ def in_another_process(run, folder, timeout):
             partial.rename(out)
 
         os.setsid()
-        status = 0 if attempt(lambda: run(tell)) is None else 1
+        status = 0 if attempt(lambda: run(tell)) is None else NOT_READY
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
@@ -192,6 +200,8 @@ def in_another_process(run, folder, timeout):
         os.killpg(child, signal.SIGKILL)
         os.waitpid(child, 0)
     found = json.loads(out.read_text()) if out.exists() else {}
+    if status is not None and os.waitstatus_to_exitcode(status) == NOT_READY:
+        raise RuntimeError("The engine or what it is to be given could not be made; see above.")
     if status != 0:
         missing = next(stage for stage in STAGES if stage not in found)
         found[missing] = "hangs" if status is None else "dies"
@@ -216,7 +226,6 @@ def run(family, folder, trials, timeout):
 
         found = once(look=True)
         if "serves" in found and found["serves"] not in NUMBERS:
-            # An engine in which a request raised still holds it. Reload one that was not asked.
             again = once(look=False)
             found = {"raised": found["raised"], "serves": found["serves"]}
             found |= {stage: again[stage] for stage in ("reload", "then") if stage in again}
