@@ -115,6 +115,7 @@ class Board:
         if rule is not None:
             self.hooks.append(Hook(name="", module=root, rule=rule))
         self._refuse_unrecorded()
+        self._refuse_wrapped()
         self._marks = [
             (join(name, key), (module, section, key), Fingerprint.of(tensor))
             for name, module in self.modules.items()
@@ -159,6 +160,29 @@ class Board:
                 f"model: {names}. What their hooks did is not known, so it cannot be undone. Load "
                 f"them through a session of their own first.",
                 modules=[hook.name for hook in strange[:10]],
+            )
+
+    def _refuse_wrapped(self) -> None:
+        """Refuse to load into tensor subclasses that hold their data in tensors inside them."""
+        if self._load.initial and not self.framework.requires_all:
+            return  # the framework's own loaders fill them, and nothing has to be seen
+        made = {slot for module in self.modules.values() for slot in made_by_hooks(module)}
+        found = []
+        for name, module in self.modules.items():
+            record = record_of(module) or ModuleRecord()
+            for section, key, tensor in slots_of(module):
+                slot = record.staged.get((section, key))
+                cls = type(tensor) if slot is None else slot.spec.cls
+                brought = key not in module._non_persistent_buffers_set
+                brought = brought and (id(module), section, key) not in made
+                if brought and hasattr(cls, "__tensor_flatten__"):
+                    found.append(f"{join(name, key)} ({cls.__qualname__})")
+        if found:
+            raise UnsupportedError(
+                f"Loaders would have to write into tensor subclasses that hold their data in other "
+                f"tensors, and such writes cannot be seen: {name_some(found)}. Construct the model "
+                f"with plain tensors, and let a hook wrap them.",
+                parameters=found[:10],
             )
 
     def _also_staged(self) -> dict[int, list[StagedSlot]]:

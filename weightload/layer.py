@@ -165,6 +165,30 @@ class Unit:
             placed[id(module), slot.section, slot.name] = (twin, staging)
         return placed
 
+    @property
+    def loose(self) -> dict[int, torch.Tensor]:
+        """Live tensors, by id, that are attributes now as they were when the unit was parked."""
+        return {
+            id(value): value
+            for live in self._live
+            for name, value in live.values.items()
+            if isinstance(value, torch.Tensor) and vars(live.owner).get(name) is value
+        }
+
+    def take_back(self, tensor: torch.Tensor, before: torch.Tensor) -> None:
+        """Undo what a hook wrote to a live tensor, until the commit; it finds a copy meanwhile.
+
+        Args:
+            tensor: one of :attr:`loose`.
+            before: what it held.
+        """
+        with torch.no_grad():
+            new = tensor.detach().clone()
+            tensor.detach().copy_(before)
+        for live in self._live:
+            mine = vars(live.owner)
+            mine.update({name: new for name, value in mine.items() if value is tensor})
+
     def live_tensor(self, module: nn.Module, section: str, name: str) -> torch.Tensor:
         """Return the tensor that was in a slot when the unit was parked."""
         [state] = [live for live in self._live if live.owner is module]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 
 import attrs
 import torch
@@ -31,8 +32,7 @@ class Learning:
         self._load.grow(unit.allocate())
         self._load.counts.hooks_run += 1
         if not hook.first:
-            with StaleReads(self._load.stale, self._load.allocate), unit.births:
-                hook.run()
+            self.run_again(unit, hook)
             return
         scope = scope_of(hook.module, self._load.framework.registry)
         recording = HookRecording.start(scope, self._seeds_of, self._slot_of)
@@ -47,6 +47,26 @@ class Learning:
             recording.undo(writes.before)
             raise
         self._touched += recording.finish(hook.module, hook.rule.role, writes.keys, writes.before)
+
+    def run_again(self, unit: Unit, hook: Hook) -> None:
+        """Run a hook that was recorded; what it writes to live tensors directly is kept aside."""
+        in_slots = {storage_key(entry.tensor) for entry in self._load.entries}
+        loose = {
+            key: tensor
+            for key, tensor in unit.loose.items()
+            if storage_key(tensor) is not None and storage_key(tensor) not in in_slots
+        }
+        writes = _WrittenStorages(loose)
+        observer = WriteObserver(writes)
+        for tensor in loose.values():
+            observer.watch(tensor)
+        watching = observer if loose else nullcontext()
+        try:
+            with StaleReads(self._load.stale, self._load.allocate), watching, unit.births:
+                hook.run()
+        finally:
+            for key, before in writes.before.items():
+                unit.take_back(loose[key], before)
 
     def _slot_of(self, tensor: torch.Tensor) -> Slot | None:
         entry = self._load.by_tensor.get(id(tensor))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import attrs
 import torch
 from torch import nn
@@ -135,7 +137,7 @@ class Processing:
         verification = self.board.verification
         if verification is None or not unit.staged or unit.fresh or id(unit) in self._twins:
             return
-        if verification.wants(unit.name):
+        if verification.wants(unit.name, "unit"):
             self._twins[id(unit)] = [
                 (entry, entry.tensor.detach().clone())
                 for entry in unit.entries
@@ -148,16 +150,19 @@ class Processing:
         if twins is None or verification is None:
             return
         with self.progress.timed("verify"):
-            _compare_again(unit, twins, verification)
+            _compare_again(unit, twins, verification, self.board.learning.run_again)
 
 
-def _compare_again(unit: Unit, twins: _Twins, verification: Verification) -> None:
+def _compare_again(
+    unit: Unit, twins: _Twins, verification: Verification, run: Callable[[Unit, Hook], None]
+) -> None:
     """Process a committed unit a second time, aside, and compare with what is live.
 
     Args:
         unit: it has been committed and released.
         twins: the tensors that its hooks read, with what they held before.
         verification: is told what was compared.
+        run: runs a hook that was recorded.
     """
     again = Unit(
         modules=unit.modules,
@@ -175,7 +180,7 @@ def _compare_again(unit: Unit, twins: _Twins, verification: Verification) -> Non
                 module, section, name = entry.slots[0]
                 vars(module)[section][name].detach().copy_(value)
         for hook in again.hooks:
-            hook.run()
+            run(again, hook)
         again.plan_commit()
         verification.units += 1
         for name, live, new in again.planned_copies():

@@ -46,7 +46,7 @@ class ReboundAttributes:
         """
         for path, state in self._before:
             mine = vars(state.owner)
-            for name in state.values.keys() | mine.keys():
+            for name in dict.fromkeys((*state.values, *mine)):
                 old, new = state.values.get(name, MISSING), mine.get(name, MISSING)
                 if old is new or name in _STRUCTURE or name.startswith("_weightload"):
                     continue

@@ -43,16 +43,20 @@ class Verification:
     tensors: int = 0
     units: int = 0
     nbytes: int = 0
+    _kinds: set[str] = attrs.field(factory=set)
     _sent: dict[int, tuple[Entry, dict[Region, int]]] = attrs.field(factory=dict)
     _problems: list[str] = attrs.field(factory=list)
 
-    def wants(self, name: str) -> bool:
-        """Whether what is called ``name`` is looked at."""
-        return self.mode == "full" or zlib.crc32(f"{self.salt} {name}".encode()) % SAMPLE == 0
+    def wants(self, name: str, kind: str = "") -> bool:
+        """Whether what is called ``name`` is looked at; the first of each kind always is."""
+        first = kind not in self._kinds
+        self._kinds.add(kind)
+        chosen = zlib.crc32(f"{self.salt} {name}".encode()) % SAMPLE == 0
+        return self.mode == "full" or first or chosen
 
     def receive(self, name: str, tensor: torch.Tensor) -> None:
         """Note what a source brings under a name."""
-        if self.wants(name):
+        if self.wants(name, "source"):
             self.received[name] = digest(tensor)
 
     def note(
@@ -62,7 +66,9 @@ class Verification:
         regions = self._sent.setdefault(id(entry), (entry, {}))[1]
         for other in [one for one in regions if region is None or meet(one, region)]:
             del regions[other]
-        if region is not None and source is not None and self.wants(f"{entry.names[0]} {region}"):
+        if region is None or source is None:
+            return
+        if self.wants(f"{entry.names[0]} {region}", "place"):
             value = source.detach().to(target.device, target.dtype)
             regions[region] = digest(value.expand(target.shape))
 

@@ -16,7 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional
 
-from weightload import StorageChangedError
+from weightload import Framework, StorageChangedError, UnsupportedError, WeightLoadSession
 from weightload.testing import Bench, ToyModel, expected, fresh, identical, make_state, outputs
 from weightload.testing.capture import CapturedGraph, check_reloads, damage
 from weightload.testing.kernels import Processed, RebuiltKernelLinear, ScaledTensor
@@ -290,4 +290,43 @@ def test_the_toy_is_worth_it():
         tensor.copy_(tensor.flip(0) * 2 + 1)
         assert not identical(outputs(model), before), name
         tensor.copy_(kept)
+    assert identical(outputs(model), before)
+
+
+class ConstructedWrapped(torch.nn.Module):
+    """Its weight is a wrapper from the start: loaders would write to the tensors inside."""
+
+    def __init__(self):
+        super().__init__()
+        packed = ScaledTensor.pack(torch.ones(WIDTH, WIDTH))
+        self.weight = torch.nn.Parameter(packed, requires_grad=False)
+
+    def forward(self, x):
+        return functional.linear(x, self.weight)
+
+
+class Lenient(Framework):
+    """Its own loaders see to it that everything arrives at the first load."""
+
+    requires_all = False
+
+
+def test_a_wrapper_that_loaders_would_have_to_write_to_is_refused():
+    """What they write to the tensors inside cannot be seen, so nobody could say what is missing."""
+    model = ToyModel(ConstructedWrapped(), Linear())
+    state = {"layers.1.weight": torch.ones(WIDTH, WIDTH)}
+    with (
+        pytest.raises(UnsupportedError, match=r"layers\.0\.weight \(ScaledTensor\)") as caught,
+        WeightLoadSession(model) as session,
+    ):
+        session.load(state)
+    assert caught.value.model_intact
+    with WeightLoadSession(model, framework=Lenient()) as session:
+        session.load(state)
+    before = outputs(model)
+    with (
+        pytest.raises(UnsupportedError, match=r"layers\.0\.weight \(ScaledTensor\)"),
+        WeightLoadSession(model) as session,
+    ):
+        session.load({"layers.1.weight": torch.zeros(WIDTH, WIDTH)})
     assert identical(outputs(model), before)

@@ -13,9 +13,11 @@ from torch.nn import functional
 from weightload import (
     IncompleteLoadError,
     ModuleRule,
+    ProcessingError,
     Role,
     Scope,
     StorageChangedError,
+    VerificationError,
     WeightLoadSession,
 )
 from weightload.testing import (
@@ -389,3 +391,77 @@ def test_a_flag_that_says_converted_is_put_back(commit):
     bench.reload(bench.state(2))
     want = torch.exp2(bench.state(2)["layers.0.level"])
     assert torch.equal(bench.model.layers[0].level, want)
+
+
+# ------------------------------------------------------------------------------ written in place
+
+
+class RefreshedInPlace(LazyMerge):
+    """Its hook writes into the cache that a forward pass made, and makes none itself."""
+
+    def process_weights_after_loading(self):
+        if self.merged is not None:
+            self.merged.copy_(self.weight.detach() @ self.other.detach())
+
+
+@pytest.mark.holds("B03")
+@each_commit
+def test_a_lazy_cache_that_a_hook_writes_to_gets_its_value_with_the_commit(commit):
+    """At the first load there was none, so nothing was recorded; a graph knows its address."""
+    factory = with_linear(RefreshedInPlace)
+    assert damage(factory) == set(), "a good hook needs no help, until something fails"
+    bench = check_reloads(factory, options={"commit": commit})
+    merged = bench.model.layers[0].merged
+    bench.reload(bench.state(2), commit=commit)
+    assert bench.model.layers[0].merged is merged
+
+
+@pytest.mark.holds("B03")
+def test_a_lazy_cache_that_a_hook_writes_to_is_not_written_before_the_commit():
+    """A later hook fails, nothing live was to have been written, and so it is."""
+    factory = lambda: ToyModel(RefreshedInPlace(), RepackedLinear())  # noqa: E731
+    bench = Bench(factory)
+    want = outputs(bench.model)
+    merged = bench.model.layers[0].merged
+    value = merged.clone()
+    bench.kept = Kept.of(bench.model)
+    bench.framework.fail_hook(1)
+    with pytest.raises(ProcessingError) as caught:
+        bench.reload(bench.state(2), commit="atomic")
+    assert caught.value.model_intact
+    assert bench.model.layers[0].merged is merged
+    assert torch.equal(merged, value)
+    assert identical(outputs(bench.model), want)
+    bench.framework.fail_hook(0, half_way=True)
+    with pytest.raises(ProcessingError):
+        bench.reload(bench.state(2), commit="atomic")
+    assert torch.equal(merged, value)
+    bench.reload(bench.state(3), commit="atomic")
+    assert bench.model.layers[0].merged is merged
+
+
+class Scaling(LazyMerge):
+    """What its hook makes of the cache depends on what the cache held before."""
+
+    def process_weights_after_loading(self):
+        if self.merged is not None:
+            self.merged.copy_(self.weight.detach() @ self.other.detach() - self.merged)
+
+    def forward(self, x):
+        if self.merged is None:
+            self.merged = torch.zeros(WIDTH, WIDTH)
+        return torch.tanh(functional.linear(x, self.weight)) + self.merged[0]
+
+
+def test_to_verify_a_unit_writes_to_nothing_that_is_live():
+    """It is processed a second time, aside, from what the hook found the first time."""
+    bench = Bench(with_linear(Scaling))
+    outputs(bench.model)
+    merged = bench.model.layers[0].merged
+    with bench.session(verify=None) as session:
+        session.load(bench.state(2))
+    want = merged.clone()
+    merged.zero_()
+    with pytest.raises(VerificationError), bench.session(verify="full") as session:
+        session.load(bench.state(2))
+    assert torch.equal(merged, want), "as it was when its second value was found to be another"

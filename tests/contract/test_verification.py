@@ -72,14 +72,24 @@ def test_a_hook_that_does_not_give_the_same_twice_is_found(commit):
 
 def test_a_sample_is_small_and_another_one_in_each_version():
     names = [f"layers.{index}.weight" for index in range(40 * SAMPLE)]
-    samples = [
-        {name for name in names if Verification(mode="sampled", salt=salt).wants(name)}
-        for salt in ("1", "2")
-    ]
+    samples = []
+    for salt in ("1", "2"):
+        verification = Verification(mode="sampled", salt=salt)
+        samples.append({name for name in names if verification.wants(name)})
     for sample in samples:
         assert 20 < len(sample) < 60
     assert samples[0] != samples[1]
-    assert all(Verification(mode="full", salt="").wants(name) for name in names)
+    verification = Verification(mode="full", salt="")
+    assert all(verification.wants(name) for name in names)
+
+
+@pytest.mark.parametrize("toy", ["plain", "repacked"])
+def test_a_sample_is_never_empty(toy):
+    bench = Bench(TOYS[toy])
+    for seed in (2, 3, 4):
+        verified = bench.reload(bench.state(seed), verify="sampled", version=seed).receipt.verified
+        assert verified["tensors"] > 0
+        assert not verified["digest"].endswith("-0")
 
 
 def test_two_ranks_that_got_the_same_have_the_same_digest_and_others_have_not():

@@ -34,8 +34,12 @@ class Case:
     status: int | None
 
     def __getitem__(self, key):
+        return self.whole()[key]
+
+    def whole(self):
+        """Return everything that the case gave."""
         assert self.result is not None, f"the case ended with status {self.status}:\n{self.log}"
-        return self.result[key]
+        return dict(self.result)
 
 
 def run_process(script, arguments, folder, *, timeout, environment=None):

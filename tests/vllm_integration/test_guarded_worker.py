@@ -80,7 +80,9 @@ def problems(label, found, ranks):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_no_mixture_runs_and_native_calls_are_right_or_refused(run_case, ranks):
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
-    case = run_case("guarded", family="mixtral", ranks=ranks, timeout=400, environment=environment)
+    case = run_case(
+        "guarded", family="mixtral", ranks=ranks, timeout=400, environment=environment
+    ).whole()
     assert case.pop("A against B").startswith("tokens differ"), "or else nothing here could fail"
     assert case.pop("fresh") == "same"
     assert case.keys() <= SERVES.keys() | REFUSED.keys()
