@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from contextlib import nullcontext
 
@@ -50,11 +51,10 @@ class Learning:
 
     def run_again(self, unit: Unit, hook: Hook) -> None:
         """Run a hook that was recorded; what it writes to live tensors directly is kept aside."""
-        in_slots = {storage_key(entry.tensor) for entry in self._load.entries}
         loose = {
             key: tensor
             for key, tensor in unit.loose.items()
-            if storage_key(tensor) is not None and storage_key(tensor) not in in_slots
+            if storage_key(tensor) is not None and storage_key(tensor) not in self._in_slots
         }
         writes = _WrittenStorages(loose)
         observer = WriteObserver(writes)
@@ -67,6 +67,11 @@ class Learning:
         finally:
             for key, before in writes.before.items():
                 unit.take_back(loose[key], before)
+
+    @functools.cached_property
+    def _in_slots(self) -> set[int | None]:
+        """The storages of everything that loaders write to."""
+        return {storage_key(entry.tensor) for entry in self._load.entries}
 
     def _slot_of(self, tensor: torch.Tensor) -> Slot | None:
         entry = self._load.by_tensor.get(id(tensor))
