@@ -121,6 +121,7 @@ def watched(model):
     return found
 
 
+@pytest.mark.holds("W22")
 @pytest.mark.parametrize("toy", TOYS)
 def test_a_model_dies_with_its_last_reference(toy):
     """Whatever sessions it has had, and with the receipts still in the caller's hands."""

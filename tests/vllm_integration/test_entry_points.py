@@ -31,6 +31,15 @@ def test_worker_methods_take_the_steps_one_by_one(run_case):
     assert not case["poisoned"]
 
 
+def test_a_single_worker_may_be_in_a_process_of_its_own(run_case):
+    """Though the core is in this one: tensors then go through shared memory as well."""
+    environment = {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    case = run_case("entry", family="llama", way="own process", environment=environment)
+    assert case.result == dict.fromkeys(
+        ["fresh", "B from a generator", "A from files", "B from a mapping"], "same"
+    ), case.log
+
+
 def test_an_installed_weightload_needs_no_import(run_case):
     """vLLM finds the load format through the entry point."""
     found = entry_points(group="vllm.general_plugins", name="weightload")

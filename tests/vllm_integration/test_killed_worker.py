@@ -15,6 +15,7 @@ PROMPTLY = 15.0
 """Seconds for the caller to hear of it; vLLM lets the other workers take up to nine to end."""
 
 
+@pytest.mark.holds("H07")
 @pytest.mark.parametrize(
     ("client", "core", "moment"),
     [

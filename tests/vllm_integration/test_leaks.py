@@ -13,6 +13,7 @@ MORE = {"resident": 12.0, "objects": 30}
 """MiB, and objects of any type, that 30 reloads may add; vLLM adds some of its own."""
 
 
+@pytest.mark.holds("W22")
 def test_fifty_reloads_with_new_weights_each_time_leave_nothing_behind(run_case):
     """From mappings, iterators and files, as a stream and atomic; some fail in the middle first."""
     case = run_case("leaks", family="llama", timeout=300)

@@ -25,7 +25,7 @@ from weightload.errors import (
 from weightload.intake import Intake, pairs_of
 from weightload.receipt import Receipt
 from weightload.scope import Scope
-from weightload.vllm import caches
+from weightload.vllm import caches, compat
 from weightload.vllm.liveness import Liveness
 from weightload.vllm.worker import gather, run_operation
 
@@ -225,7 +225,7 @@ class _Reach:
         """
         parallel = vllm_config.parallel_config
         in_process = hasattr(core, "engine_core")
-        if in_process and parallel.world_size == 1:
+        if in_process and not compat.engine_processes(core) and parallel.world_size == 1:
             return cls(front, local=True, prefix=None)
         backend = parallel.distributed_executor_backend
         if backend not in ("mp", "uni", None):

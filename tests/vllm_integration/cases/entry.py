@@ -63,6 +63,30 @@ def plugin(family, folder):
     return {"verdict": probe.describe_difference(b, probe.observe(llm))}
 
 
+def own_process(family, folder):
+    """Let the only worker have a process of its own, which a generator cannot be sent to."""
+    register()
+    a_path, b_path = checkpoints(family, folder)
+    right = {"A": fresh(family, a_path), "B": fresh(family, b_path)}
+    llm = start(
+        family,
+        a_path,
+        load_format="weightload",
+        distributed_executor_backend="mp",
+        worker_extension_cls="weightload.vllm.WorkerExtension",
+    )
+    result = {"fresh": probe.describe_difference(right["A"], probe.observe(llm))}
+    b = read_checkpoint(b_path)
+    for label, given in [
+        ("B from a generator", (pair for pair in b.items())),
+        ("A from files", a_path),
+        ("B from a mapping", b),
+    ]:
+        reload(llm, given)
+        result[label] = probe.describe_difference(right[label[0]], probe.observe(llm))
+    return result
+
+
 async def observe(engine):
     """What ``probe.observe`` does, with an async engine."""
     from vllm import SamplingParams
@@ -156,7 +180,7 @@ def async_engine(family, folder):
     return asyncio.run(serve(a_path, b_path, a, b))
 
 
-CASES = {"methods": methods, "plugin": plugin, "async": async_engine}
+CASES = {"methods": methods, "own process": own_process, "plugin": plugin, "async": async_engine}
 
 
 def run(family, folder, way):

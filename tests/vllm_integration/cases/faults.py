@@ -2,14 +2,15 @@
 
 import shutil
 
+import torch
 from common import Places, checkpoints, fresh, main, model_of, operate, start
 
 from weightload import WeightLoadError, WeightLoadSession, poison_of, weights_version
 from weightload.vllm import reload
 from weightload.vllm.plugin import register
 from weightload.vllm.testing.families import make_checkpoint
-from weightload.vllm.testing.probe import describe_difference, observe
-from weightload.vllm.testing.sources import read_checkpoint
+from weightload.vllm.testing.probe import describe_difference, observe, stop_engine
+from weightload.vllm.testing.sources import chunks, read_checkpoint
 
 NORM = "model.layers.1.input_layernorm.weight"
 
@@ -32,6 +33,13 @@ def failing(weights, position, act=None):
         yield pair
 
 
+def holed(tensor):
+    """Return a copy with one NaN in it."""
+    found = tensor.clone()
+    found.view(-1)[3] = float("nan")
+    return found
+
+
 def interrupt():
     raise KeyboardInterrupt
 
@@ -45,20 +53,42 @@ def cut_short(path, folder, size):
     return folder
 
 
-def faults(llm, b_path, b, key, projection):
-    """Yield a name and what to do for each fault; ``key`` is the k of a fused q, k and v."""
+def faults(llm, b_path, b, key, projection, live):
+    """Yield a name and what to do for each fault.
+
+    ``key`` is the k of a fused q, k and v; ``live`` are the parameters of an engine on B.
+    """
     names = list(b)
     middle, last = len(names) // 2, len(names) - 1
     inside = names.index(key)
     norm = b[NORM]
     flat = b[projection][:1].clone()
     broad = {**b, projection: flat}
+    long = {**b, NORM: torch.cat([norm, norm])}
+    tall = {**b, projection: torch.cat([b[projection], b[projection]])}
+    whole = {**b, NORM: norm.to(torch.int64)}
+    bad = {**b, NORM: holed(norm)}
     twice = [*b.items(), (NORM, norm)]
     fused_twice = [*list(b.items())[: inside + 1], (key, b[key]), *list(b.items())[inside + 1 :]]
     other = make_checkpoint("opt", b_path.parent / "other", seed=1)
 
     def give(weights, **options):
         return lambda: reload(llm, weights, **options)
+
+    def each_chunk(commit):
+        """Open and close a session for every few tensors, as several update calls do."""
+
+        def reload_all():
+            raised = []
+            for chunk in chunks(b, 8):
+                try:
+                    reload(llm, iter(chunk), commit=commit)
+                except WeightLoadError as error:
+                    raised.append(error)
+            assert len(raised) == -(-len(b) // 8), "a part passed for the whole"
+            raise raised[0]
+
+        return reload_all
 
     def through_two_sessions():
         """While one session is open by separate calls, ask for another."""
@@ -86,6 +116,20 @@ def faults(llm, b_path, b, key, projection):
     yield "norm of one element in a mapping", give({**b, NORM: norm[:1].clone()})
     yield "projection of one row in a stream", give(iter(broad.items()))
     yield "projection of one row in a mapping", give(broad)
+    yield "norm of twice the size in a stream", give(iter(long.items()))
+    yield "norm of twice the size in a mapping", give(long)
+    yield "projection of twice the rows in a stream", give(iter(tall.items()))
+    yield "projection of twice the rows in a mapping", give(tall)
+    yield "norm of another type in a stream", give(iter(whole.items()))
+    yield "norm of another type in a mapping", give(whole)
+    yield "NaN in a stream", give(iter(bad.items()), check_finite=True)
+    yield "NaN in a mapping", give(bad, check_finite=True)
+    yield "NaN in a stream, atomic", give(iter(bad.items()), check_finite=True, commit="atomic")
+    yield "parameters of a live engine in a stream", give(iter(live.items()))
+    yield "parameters of a live engine in a mapping", give(live)
+    yield "parameters of a live engine, atomic", give(iter(live.items()), commit="atomic")
+    yield "a lifecycle for each chunk", each_chunk("stream")
+    yield "a lifecycle for each chunk, atomic", each_chunk("atomic")
     yield "norm twice in a stream", give(iter(twice))
     yield "norm twice in a list", give(twice)
     yield "part of a fused layer twice", give(iter(fused_twice))
@@ -118,7 +162,11 @@ def faults(llm, b_path, b, key, projection):
 def run(family, folder):
     register()
     a_path, b_path = checkpoints(family, folder)
-    a, b = fresh(family, a_path), fresh(family, b_path)
+    a = fresh(family, a_path)
+    llm = start(family, b_path)
+    b = observe(llm)
+    live = {name: one.detach().clone() for name, one in model_of(llm).named_parameters()}
+    stop_engine(llm)
     weights = read_checkpoint(b_path)
     suffix = "weight_packed" if family == "w4a16" else "weight"
     key = f"model.layers.0.self_attn.k_proj.{suffix}"
@@ -128,7 +176,7 @@ def run(family, folder):
     model = model_of(llm)
     places = Places(model)
     result = {"A against B": describe_difference(a, b), "faults": {}}
-    for name, act in faults(llm, b_path, weights, key, projection):
+    for name, act in faults(llm, b_path, weights, key, projection, live):
         found = {"error": None, "model_intact": None, "text": ""}
         try:
             act()
