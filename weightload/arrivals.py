@@ -176,7 +176,10 @@ class Arrivals:
     def _check_scope(self, entry: Entry, region: Region | None, name: str | None) -> None:
         """Refuse a write of a partial load to what it did not promise."""
         gaps = entry.gaps or []
-        outside = not entry.sources if region is None else any(meet(region, gap) for gap in gaps)
+        if region is None:
+            outside = name not in entry.shared.names and name not in entry.sources.values()
+        else:
+            outside = any(meet(region, gap) for gap in gaps)
         if outside:
             raise UnexpectedWeightError(
                 f"{name!r} was going to fill a part of {entry.names[0]!r} that is not in the "

@@ -79,6 +79,21 @@ def test_a_part_is_what_a_fresh_load_of_the_mixture_gives(bench, part, commit):
     assert weights_version(bench.model) == "part"
 
 
+@pytest.mark.parametrize("commit", COMMITS)
+def test_a_layer_whose_loaders_write_no_plain_region_is_loaded_as_a_part(commit):
+    """Nobody knows which rows a name fills, and that does not matter when all of them come."""
+    factory = lambda: LoadingModel(layers.ScatteredLinear(packed=False), layers.Linear())  # noqa: E731
+    bench = Bench(factory)
+    old, new = bench.state(1), bench.state(2)
+    names = [name for name in old if name.startswith("layers.0.weight")]
+    assert len(names) == 2
+    load_only(bench, names, new, commit=commit).finish()
+    check_equal(bench.model, factory, together(old, new, names))
+    with pytest.raises(IncompleteLoadError, match=names[1]):
+        bench.session(scope=Scope.only(names[:1]), commit=commit).prepare()
+    check_equal(bench.model, factory, together(old, new, names))
+
+
 def test_parts_one_after_another_are_a_complete_load(bench):
     old, new = bench.state(1), bench.state(2)
     state = old
