@@ -318,6 +318,45 @@ def test_a_part_is_refused_where_nobody_knows_which_names_fill_what():
     assert torch.equal(model.weight, torch.tensor([1.0, 2.0]))
 
 
+class Rank(LoadingModel):
+    """One rank of two: it has no place for the experts of the other one."""
+
+    def load_weights(self, weights):
+        super().load_weights((n, t) for n, t in weights if not n.startswith("other"))
+
+
+def test_a_scope_may_name_what_another_rank_has():
+    """The same names are sent to all ranks; each takes its own, and needs no others."""
+    model = Rank(layers.Linear(), layers.Linear())
+    state = make_state(lambda: Rank(layers.Linear(), layers.Linear()), 1)
+    with WeightLoadSession(model, framework=toy_framework()) as session:
+        session.load({**state, "other.weight": torch.ones(3)})
+    names = ["layers.0.weight", "other.weight"]
+    new = {"layers.0.weight": torch.full((8, 8), 2.0), "other.weight": torch.ones(3)}
+    for sent in (new, {"layers.0.weight": new["layers.0.weight"]}):
+        with WeightLoadSession(model, scope=Scope.only(names)) as session:
+            session.load(sent)
+        assert torch.equal(model.layers[0].weight, new["layers.0.weight"])
+        assert torch.equal(model.layers[1].weight, state["layers.1.weight"])
+        assert session.receipt.skipped.count == len(sent) - 1
+    with WeightLoadSession(model, scope=Scope.only(["other.weight"])) as session:
+        session.load({"other.weight": torch.zeros(3)})
+    with (
+        pytest.raises(IncompleteLoadError, match=r"layers\.0\.weight"),
+        WeightLoadSession(model, scope=Scope.only(names)) as session,
+    ):
+        session.load({"other.weight": torch.ones(3)})
+
+
+def test_a_callback_may_compute_with_a_part_that_is_new(bench):
+    """Everything is in its place when callbacks are told."""
+    seen = []
+    options = {"publish": [lambda *versions: seen.append(outputs(bench.model))]}
+    load_only(bench, ["layers.0.weight"], bench.state(2), **options).finish()
+    state = together(bench.state(1), bench.state(2), ["layers.0.weight"])
+    assert identical(seen[0], expected(mixed, state))
+
+
 def test_a_scope_travels_as_plain_data():
     for scope in (Scope.full(allow_missing=["a*"], allow_unexpected="b"), Scope.only(["c", "d"])):
         assert Scope.from_plain(scope.to_plain()) == scope
