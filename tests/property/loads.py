@@ -19,11 +19,16 @@ from weightload import (
     WeightLoadSession,
     WeightMismatchError,
 )
+from weightload.framework import load_into
 from weightload.testing import make_state
 
 
 class SourceError(Exception):
     """What a source raises."""
+
+
+LOADERS_ERRORS = (ValueError, RuntimeError, KeyError, AttributeError)
+"""What loaders of toys raise, which reaches the caller where nobody knows that a loader did."""
 
 
 class Interrupt(BaseException):
@@ -159,7 +164,7 @@ def loads(draw, factory, served, first, poisoned, *, last=False):
     if order == "shuffled":
         random.Random(draw(st.integers(0, 10_000))).shuffle(names)
 
-    scope, promised, excuses = "full", Scope.full(), set()
+    scope, promised, excuses, late = "full", Scope.full(), set(), set()
     if initial:
         promised = Scope.full(allow_missing=model.may_miss)
     elif not last:
@@ -191,7 +196,8 @@ def loads(draw, factory, served, first, poisoned, *, last=False):
         if brought - brings:
             excuses.add(IncompleteLoadError)
         if brings - brought:
-            excuses.add(DuplicateWeightError)
+            # Nobody waits for them while a stream is read.
+            late |= {DuplicateWeightError, UnexpectedWeightError}
 
     cuts = sorted(draw(st.lists(st.integers(0, len(names)), max_size=3)))
     allowed = SOURCES if hasattr(model, "load_weights") else SOURCES[:-1]
@@ -220,10 +226,14 @@ def loads(draw, factory, served, first, poisoned, *, last=False):
         nested=draw(st.sampled_from([False] * 5 + [True])),
         excuses=excuses,
     )
+    if load.options["commit"] == "stream":
+        load.excuses |= late
+    if load.checked and any(is_optional(name) and name not in state for name in served or ()):
+        load.excuses.add(IncompleteLoadError)  # a check takes the last load for its measure
     if last or not names:
         return load
     _widen(draw, load)
-    if draw(st.sampled_from([False] * 4 + [True])):
+    if not initial and draw(st.sampled_from([False] * 4 + [True])):
         load.early = (draw(st.integers(0, len(chunks) - 1)), draw(st.integers(0, 20)))
         load.excuses.add(IncompleteLoadError)
     if draw(st.booleans()):
@@ -285,8 +295,6 @@ def _is_fault_of_a_first_load(fault, load, model):
 
 
 def _refused_by_loaders(model, state):
-    from weightload.framework import load_into
-
     try:
         with torch.no_grad():
             if hasattr(model, "load_weights"):
