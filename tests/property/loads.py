@@ -75,6 +75,9 @@ SEEN_AT_ONCE = {
 LAZY = {"source raises", "source is interrupted", "another session inside"}
 """Faults of a source that is read while it is iterated."""
 
+TIED = ("embedding.weight", "head.weight")
+"""What checkpoints of a tied model may bring under one name or under both, with equal values."""
+
 SOURCES = ("mapping", "list", "iterator", "buffer", "through")
 SCOPES = ("full", "only", "only at random", "stays away", "stays away at random", "unexpected")
 
@@ -133,11 +136,10 @@ class Load:
 def together(old, new):
     """Return the checkpoint of a model in which some tensors of ``old`` became those of ``new``."""
     mixture = {**old, **new}
-    tied = ["embedding.weight", "head.weight"]
-    if all(name in mixture for name in tied):
-        for name in tied:
+    if all(name in mixture for name in TIED):
+        for name in TIED:
             if name in new:
-                mixture.update(dict.fromkeys(tied, new[name]))
+                mixture.update(dict.fromkeys(TIED, new[name]))
     return mixture
 
 
@@ -254,7 +256,7 @@ def _part(draw, model, names, *, at_random):
 def _widen(draw, load):
     """Let one tensor come as another wide float, which is no fault."""
     dtype = draw(st.sampled_from([None] * 5 + [torch.float64, torch.bfloat16]))
-    if dtype is not None:
+    if dtype is not None and load.where not in TIED:
         tensor = load.sends[load.where].to(dtype)
         load.sends[load.where] = tensor
         load.becomes = together(load.becomes, {load.where: tensor})
@@ -308,7 +310,7 @@ def _refused_by_loaders(model, state):
 
 def may_miss(name):
     """Whether a model can be right without that tensor of a checkpoint."""
-    return is_optional(name) or name in ("head.weight", "embedding.weight")
+    return is_optional(name) or name in TIED
 
 
 def elsewhere(load):
