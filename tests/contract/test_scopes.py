@@ -237,6 +237,28 @@ def test_what_may_stay_away_may_come(bench):
 
 
 @pytest.mark.parametrize("commit", COMMITS)
+def test_a_packed_layer_with_scales_that_several_names_fill_stays_away_as_a_whole(commit):
+    """That several names fill its scales is known from before; none of them came now."""
+    bench = Bench(packed)
+    old, new = bench.state(1), bench.state(2)
+    absent = [name for name in new if name.startswith("layers.1.")]
+    with bench.session(scope=Scope.full(allow_missing=["layers.1.*"]), commit=commit) as session:
+        session.load({name: new[name] for name in new if name not in absent})
+    check_equal(bench.model, packed, together(new, old, absent))
+
+
+def test_a_refusal_speaks_of_poison_only_where_there_is_some(bench):
+    """One layer may stay away, another is missing, and the model is in order."""
+    new = bench.state(2)
+    with (
+        pytest.raises(IncompleteLoadError, match=r"layers\.3") as caught,
+        bench.session(scope=Scope.full(allow_missing=["layers.2.weight"])) as session,
+    ):
+        session.load(iter([(n, new[n]) for n in new if not n.startswith(("layers.2", "layers.3"))]))
+    assert "poisoned, so" not in str(caught.value)
+
+
+@pytest.mark.parametrize("commit", COMMITS)
 def test_what_is_packed_together_stays_away_as_a_whole(commit):
     bench = Bench(packed)
     new = bench.state(2)
