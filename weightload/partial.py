@@ -53,7 +53,8 @@ def select_units(
 ) -> list[Unit]:
     """Return the units that a load of ``wanted`` changes.
 
-    A unit is changed if one of its tensors is filled, or one in a module that its hooks read.
+    A unit is changed if one of its tensors is filled, or one in a module that its hooks read. What
+    hooks of derived state read may be anywhere, so they always run.
 
     Raises:
         IncompleteLoadError: what is packed together is wanted in part only; nothing has been
@@ -103,5 +104,7 @@ def select_units(
 
 
 def _reads(unit: Unit, touched: set[int]) -> bool:
+    if any(hook.rule.role is Role.DERIVED for hook in unit.hooks):
+        return True  # it may be made of anything in the model
     inside = (inner for hook in unit.hooks for inner in hook.module.modules())
     return any(id(module) in touched for module in (*unit.modules.values(), *inside))
