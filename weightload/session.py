@@ -536,11 +536,11 @@ class WeightLoadSession:
         missing = board.completeness.missing()
         lost = board.leave_out(missing)
         self._kept = len(lost) < len(missing) and self._kind == "reload"
+        advice = ""
         if self._kept and ownership.poison_of(self.model) is not None:
-            lost = missing
+            lost, advice = missing, "The model is poisoned, so that nothing may stay away."
         if lost:
-            poisoned = self._kept and "The model is poisoned, so that nothing may stay away."
-            raise board.completeness.incomplete(lost, poisoned or "")
+            raise board.completeness.incomplete(lost, advice)
         absent = self._intake.absent()
         if absent:
             raise board.completeness.never_came(absent, len(self._intake.seen))

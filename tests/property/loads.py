@@ -144,20 +144,21 @@ def together(old, new):
 
 
 @st.composite
-def loads(draw, factory, served, first, poisoned, *, last=False):
+def loads(draw, factory, served, first, tried, poisoned, *, last=False):
     """Return a random load.
 
     Args:
         factory: makes the model without weights.
         served: what the last finished load left the model with; ``None`` before the first.
         first: the names that the first finished load brought, ``None`` before it.
+        tried: the names that first loads brought which failed.
         poisoned: whether the model is poisoned.
         last: whether it is to be complete and right, so that nothing excuses a refusal.
     """
     model, initial = factory(), first is None
     state = make_state(factory, draw(st.integers(1, 4)))
     for name, shape in optional_shapes(model).items():
-        if draw(st.booleans()) if initial or not last else name in first:
+        if name in (tried if initial else first) if last else draw(st.booleans()):
             state[name] = optional_value(shape, draw(st.sampled_from([0.25, 3.0])))
     names = list(state)
     order = draw(st.sampled_from(["as it is", "reversed", "shuffled", "shuffled"]))
@@ -169,6 +170,8 @@ def loads(draw, factory, served, first, poisoned, *, last=False):
     scope, promised, excuses, late = "full", Scope.full(), set(), set()
     if initial:
         promised = Scope.full(allow_missing=model.may_miss)
+        if any(is_optional(name) and name not in state for name in tried):
+            excuses.add(IncompleteLoadError)  # its default was overwritten
     elif not last:
         scope = draw(st.sampled_from(["full", "full", "full", *SCOPES]))
     becomes = state
@@ -230,7 +233,9 @@ def loads(draw, factory, served, first, poisoned, *, last=False):
     )
     if load.options["commit"] == "stream":
         load.excuses |= late
-    if load.checked and any(is_optional(name) and name not in state for name in served or ()):
+    left_out = any(is_optional(name) and name not in state for name in served or ())
+    load.checked = load.checked and not (last and left_out)
+    if load.checked and left_out:
         load.excuses.add(IncompleteLoadError)  # a check takes the last load for its measure
     if last or not names:
         return load

@@ -48,11 +48,13 @@ class Subject(Bench):
 
     Attributes:
         first: the names that the first finished load brought, ``None`` before it.
+        tried: the names that first loads brought which failed.
         served: what the last finished load left the model with, whatever happened since.
         number: how many sessions there were.
     """
 
     first: set | None = None
+    tried: set = attrs.field(factory=set)
     served: dict | None = None
     number: int = 0
 
@@ -122,7 +124,7 @@ def run_example(draw, coverage):
     count = draw(st.integers(1, 4))
     for number in range(count + 1):
         last = number == count
-        arguments = (recipe, subject.served, subject.first, subject.poisoned)
+        arguments = (recipe, subject.served, subject.first, subject.tried, subject.poisoned)
         outcome, load = run_load(subject, draw(loads(*arguments, last=last)))
         require(outcome == "finished" or not last, "a complete load did not make it right")
         event(f"{load.fault}: {outcome}")
@@ -153,7 +155,9 @@ def run_load(subject, load):
         subject.check_structure()
         return "refused, poisoned before", load
     intact = session.state is SessionState.ABORTED
-    if not initial:
+    if initial:
+        subject.tried |= load.sends.keys()
+    else:
         _check_written_late(load, intact)
     subject.ended(session, error, poison)
     how = "aborted" if error is None else "refused"
