@@ -47,6 +47,11 @@ class Births(TorchDispatchMode):
                 self._made[key] = StorageWeakRef(tensor.untyped_storage()), text
         return result
 
+    @property
+    def storages(self) -> dict[int, StorageWeakRef]:
+        """What is still alive, by storage key."""
+        return {key: storage for key, (storage, _) in self._made.items() if not storage.expired()}
+
     def alive(self, known: Collection[int | None]) -> list[str]:
         """Say what is still alive, by shape and type of its first view.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import attrs
 import torch
@@ -26,6 +26,7 @@ from weightload.record import (
     StagedSlot,
     made_by_hooks,
     make_record,
+    read_by,
     record_of,
     slots_of,
 )
@@ -278,15 +279,18 @@ class Board:
                 self._load.by_tensor[id(tensor)] = entry
                 if unit is not None:
                     unit.entries.append(entry)
+        ids = {id(module) for module in self.modules.values()}
         for unit in self.units:
-            self._find_reads(unit)
+            self._find_reads(unit, ids)
             self.arrivals.guard(unit)
 
-    def _find_reads(self, unit: Unit) -> None:
+    def _find_reads(self, unit: Unit, ids: Collection[int]) -> None:
         """Enter what must be complete before the hooks of ``unit`` may run."""
         found = self._load.entries_of(unit.modules.values())
         for hook in unit.hooks:
-            inside = self._load.entries_of(hook.module.modules())
+            other = read_by(hook.module, hook.rule.role)
+            known = [module for module in other if id(module) in ids]
+            inside = self._load.entries_of((*hook.module.modules(), *known))
             hook.reads = list(inside.values())
             if hook.rule.role is Role.QUANT:
                 found |= inside
@@ -324,7 +328,12 @@ class Board:
             absent = [e for e in unit.entries if e.staging is not None and id(e) in allowed]
             if not absent:
                 continue
-            whole = not any(e.touched for e in unit.entries if e.staging is not None)
+            seen = self._load.intake.seen.keys()
+            whole = not any(
+                e.ledger.touched or e.shared.names & seen
+                for e in unit.entries
+                if e.staging is not None
+            )
             alone = all(
                 reader is unit or all(hook.rule.role is not Role.QUANT for hook in reader.hooks)
                 for entry in absent

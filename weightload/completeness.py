@@ -63,9 +63,10 @@ class Completeness:
 
     def _names_missing(self, entry: Entry) -> list[str]:
         """Return names that are needed although others brought the whole tensor."""
-        if not entry.shared.ordered:
+        intake, names = self._load.intake, entry.shared.names
+        if not entry.shared.ordered or (intake.wanted is not None and not names & intake.wanted):
             return []
-        return sorted(entry.shared.names - self._load.intake.seen.keys())
+        return sorted(names - intake.seen.keys())
 
     def _needed(self, entry: Entry) -> str:
         names = self._names_missing(entry)

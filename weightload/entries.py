@@ -166,6 +166,7 @@ class Load:
         seeds: by id of the entry, values that a loader of the first load computed with.
         stale: names of live tensors that are staged and not committed, by storage key.
         stagings: the memory behind the twins, by storage key.
+        arriving: whether more may come; what has not arrived by the end may stay away.
         counts: numbers for the receipt.
     """
 
@@ -182,6 +183,7 @@ class Load:
     seeds: dict[int, ConstructedPart] = attrs.field(factory=dict)
     stale: dict[int, str] = attrs.field(factory=dict)
     stagings: dict[int, Staging] = attrs.field(factory=dict)
+    arriving: bool = True
     counts: Counts = attrs.field(factory=Counts)
     _staged_bytes: int = 0
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 
 import attrs
 import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from weightload.births import Births
 from weightload.entries import Load
+from weightload.errors import UnsupportedError
 from weightload.layer import Hook, Unit
 from weightload.ledger import Region, full_region
 from weightload.observer import StaleReads, Watched, WriteObserver
 from weightload.record import Slot, StagedSlot, make_record, slots_of
 from weightload.recording import HookRecording, scope_of
-from weightload.storage import TensorSpec, new_group, select, storage_key
+from weightload.storage import TensorSpec, inner_tensors, new_group, select, storage_key
 
 __all__ = ["Learning"]
 
@@ -40,21 +45,22 @@ class Learning:
         observer = WriteObserver(writes)
         for tensor in (*recording.tensors, *recording.loose.values()):
             observer.watch(tensor)
+        births = Births()
         try:
-            with StaleReads({}, self._load.allocate), observer:
+            with self._reads_of(hook) as touch, StaleReads({}, touch), observer, births:
                 hook.run()
         except BaseException:
             recording.undo(writes.before)
             raise
+        self._holders.made_by(hook.module, births)
         self._touched += recording.finish(hook.module, hook.rule.role, writes.keys, writes.before)
 
     def run_again(self, unit: Unit, hook: Hook) -> None:
         """Run a hook that was recorded; what it writes to live tensors directly is kept aside."""
-        in_slots = {storage_key(entry.tensor) for entry in self._load.entries}
         loose = {
             key: tensor
             for key, tensor in unit.loose.items()
-            if storage_key(tensor) is not None and storage_key(tensor) not in in_slots
+            if storage_key(tensor) is not None and storage_key(tensor) not in self._in_slots
         }
         writes = _WrittenStorages(loose)
         observer = WriteObserver(writes)
@@ -62,11 +68,68 @@ class Learning:
             observer.watch(tensor)
         watching = observer if loose else nullcontext()
         try:
-            with StaleReads(self._load.stale, self._load.allocate), watching, unit.births:
+            with (
+                self._reads_of(hook) as touch,
+                StaleReads(self._load.stale, touch),
+                watching,
+                unit.births,
+            ):
                 hook.run()
         finally:
             for key, before in writes.before.items():
                 unit.take_back(loose[key], before)
+        self._holders.made_by(hook.module, unit.births)
+
+    def everything_arrived(self) -> None:
+        """Let hooks read what did not come and may stay away."""
+        self._load.arriving = False
+
+    @contextmanager
+    def _reads_of(self, hook: Hook) -> Iterator[Callable[[int], None]]:
+        """Give what is to be called with each storage key, and note which modules a hook read.
+
+        Raises:
+            ProcessingError: a hook reads what has not arrived yet, as it did not at the first load.
+        """
+        own = {id(module) for module in hook.module.modules()}
+        read: dict[int, nn.Module] = {}
+
+        def touch(storage: int) -> None:
+            self._load.allocate(storage)
+            for module in self._holders.of(storage):
+                if module is hook.module:
+                    return
+            for module in self._holders.of(storage):
+                read[id(module)] = module
+                if self._load.arriving and id(module) not in own:
+                    self._refuse_early(hook, storage)
+
+        yield touch
+        make_record(hook.module).reads.setdefault(hook.rule.role, list(read.values()))
+
+    def _refuse_early(self, hook: Hook, storage: int) -> None:
+        for entry in self._load.entries:
+            awaited = not (entry.touched if self._load.initial else entry.complete)
+            if awaited and entry.required and storage_key(entry.tensor) == storage:
+                raise UnsupportedError(
+                    f"it reads {entry.names[0]!r}, which has not arrived yet"
+                    + (
+                        ". Construct the model with memory, so that hooks run when all is there"
+                        if self._load.initial
+                        else ", and did not read it at the first load. Load with commit='atomic'"
+                    ),
+                    parameter=entry.names[0],
+                )
+
+    @functools.cached_property
+    def _holders(self) -> _Holders:
+        """Which modules hold which storages."""
+        return _Holders(self._load.modules.values())
+
+    @functools.cached_property
+    def _in_slots(self) -> set[int | None]:
+        """The storages of everything that loaders write to."""
+        return {storage_key(entry.tensor) for entry in self._load.entries}
 
     def _slot_of(self, tensor: torch.Tensor) -> Slot | None:
         entry = self._load.by_tensor.get(id(tensor))
@@ -139,6 +202,43 @@ class Learning:
                     if known is None
                     else attrs.evolve(known, spec=attrs.evolve(known.spec, group=spec.group))
                 )
+
+
+class _Holders:
+    """Which modules hold which storages: their parameters and buffers, what their hooks made."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._modules: dict[int, list[nn.Module]] = {}
+        # A weak reference keeps a key from being used again, and frees the memory all the same.
+        self._pins: dict[int, StorageWeakRef] = {}
+        for module in modules:
+            self._add_slots(module)
+
+    def of(self, storage: int) -> Sequence[nn.Module]:
+        """Return the modules that hold a storage."""
+        return self._modules.get(storage, ())
+
+    def made_by(self, module: nn.Module, births: Births) -> None:
+        """Note what is left of what the hook of ``module`` made."""
+        for key, pin in births.storages.items():
+            self._add(key, pin, module)
+        for inner in module.modules():
+            self._add_slots(inner)
+
+    def _add_slots(self, module: nn.Module) -> None:
+        for _, _, tensor in slots_of(module):
+            for part in inner_tensors(tensor).values() or (tensor,):
+                key = storage_key(part)
+                if key is not None and key not in self._pins:
+                    self._add(key, StorageWeakRef(part.untyped_storage()), module)
+                elif key is not None:
+                    self._add(key, self._pins[key], module)
+
+    def _add(self, key: int, pin: StorageWeakRef, module: nn.Module) -> None:
+        self._pins[key] = pin
+        known = self._modules.setdefault(key, [])
+        if not any(module is one for one in known):
+            known.append(module)
 
 
 class _WrittenStorages:

@@ -9,7 +9,7 @@ from torch import nn
 from weightload.errors import IncompleteLoadError, UnsupportedError, name_some
 from weightload.layer import Unit
 from weightload.ledger import Region, uncovered
-from weightload.record import ModuleRecord, record_of
+from weightload.record import ModuleRecord, read_by, record_of
 from weightload.registry import Role
 
 __all__ = ["gaps_outside", "names_of", "select_units"]
@@ -53,7 +53,8 @@ def select_units(
 ) -> list[Unit]:
     """Return the units that a load of ``wanted`` changes.
 
-    A unit is changed if one of its tensors is filled, or one in a module that its hooks read.
+    A unit is changed if one of its tensors is filled, or one in a module that its hooks read. What
+    hooks of derived state read may be anywhere, so they always run.
 
     Raises:
         IncompleteLoadError: what is packed together is wanted in part only; nothing has been
@@ -103,5 +104,8 @@ def select_units(
 
 
 def _reads(unit: Unit, touched: set[int]) -> bool:
-    inside = (inner for hook in unit.hooks for inner in hook.module.modules())
-    return any(id(module) in touched for module in (*unit.modules.values(), *inside))
+    read: list[nn.Module] = list(unit.modules.values())
+    for hook in unit.hooks:
+        read += hook.module.modules()
+        read += read_by(hook.module, hook.rule.role)
+    return any(id(module) in touched for module in read)

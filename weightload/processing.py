@@ -89,7 +89,8 @@ class Processing:
                 self._end(unit)
 
     def rest(self) -> None:
-        """Run every hook that has not run."""
+        """Run every hook that has not run; all that is going to arrive has."""
+        self.board.learning.everything_arrived()
         for hook in self.board.hooks:
             if not hook.done:
                 self.run(self.board.unit_of(hook.module), [hook])

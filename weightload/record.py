@@ -20,7 +20,16 @@ from weightload.ownership import ForwardGuard
 from weightload.registry import Role
 from weightload.storage import TensorSpec
 
-__all__ = ["MISSING", "Change", "ModuleRecord", "ObjectState", "Slot", "StagedSlot", "record_of"]
+__all__ = [
+    "MISSING",
+    "Change",
+    "ModuleRecord",
+    "ObjectState",
+    "Slot",
+    "StagedSlot",
+    "read_by",
+    "record_of",
+]
 
 _ATTRIBUTE = "_weightload_record"
 SECTIONS = ("_parameters", "_buffers")
@@ -226,6 +235,7 @@ class ModuleRecord:
     Attributes:
         steps: for each role that was processed, what its hook changed.
         strategies: its strategy objects, which a hook could have changed.
+        reads: for each role that was processed, the other modules whose tensors its hook read.
         staged: the tensors that a hook changed, by section and name.
         gaps: for each tensor, the regions that the load which made the model did not bring.
         shared: for each tensor, the regions that several source tensors fill.
@@ -242,6 +252,7 @@ class ModuleRecord:
 
     steps: dict[Role, list[Change]] = attrs.field(factory=dict)
     strategies: list[Any] = attrs.field(factory=list)
+    reads: dict[Role, list[nn.Module]] = attrs.field(factory=dict)
     staged: dict[tuple[str, str], StagedSlot] = attrs.field(factory=dict)
     gaps: dict[tuple[str, str], list[Region]] = attrs.field(factory=dict)
     shared: dict[tuple[str, str], SharedRegions] = attrs.field(factory=dict)
@@ -310,6 +321,12 @@ class SourceFact:
 def record_of(module: nn.Module) -> ModuleRecord | None:
     """Return the record of ``module``, or ``None`` if it was never loaded by a session."""
     return vars(module).get(_ATTRIBUTE)
+
+
+def read_by(module: nn.Module, role: Role) -> list[nn.Module]:
+    """Return the other modules whose tensors the hook of ``module`` in ``role`` reads."""
+    record = record_of(module)
+    return [] if record is None else record.reads.get(role, [])
 
 
 def make_record(module: nn.Module) -> ModuleRecord:

@@ -144,7 +144,6 @@ class HookRecording:
         record = make_record(module)
         record.steps[role] = [change.without_tensors() for change in changes if change is not None]
         record.strategies = self._strategies_of(module)
-        changed = {id(change.owner) for change in record.steps[role]}
         touched: list[Slot] = []
         for key, (slot, spec, mark) in self.specs.items():
             owner, section, name = slot
@@ -154,10 +153,6 @@ class HookRecording:
             if same and now is self._before(slot) and held not in written:
                 continue
             touched.append(slot)
-            if id(owner) not in changed:
-                # Written in place: nothing to put back, but both are processed together.
-                record.steps[role].append(Change(owner=owner))
-                changed.add(id(owner))
             make_record(owner).staged.setdefault(
                 (section, name),
                 StagedSlot(section=section, name=name, spec=spec, seeds=self.seeds[key]),

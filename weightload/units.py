@@ -47,6 +47,10 @@ def build_units(
         for change in (change for step in record.steps.values() for change in step):
             if id(change.owner) in parent:
                 parent[find(id(change.owner))] = find(id(module))
+        for other_module in record.reads.get(Role.QUANT, ()):
+            # Its hook waits for what it reads, and finds it as it was at the first load.
+            if id(other_module) in parent:
+                parent[find(id(other_module))] = find(id(module))
         for strategy in record.strategies:
             # What one hook left in a strategy object, the hooks of others that share it find.
             if id(strategy) in changed:

@@ -1,20 +1,34 @@
 """What one module's processing leaves behind may name a parameter that belongs to another."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
 
 from weightload import (
     Framework,
+    IncompleteLoadError,
     ModuleRegistry,
     ModuleRule,
     ProcessingError,
     Role,
     Scope,
+    SessionState,
     WeightLoadSession,
 )
 from weightload.storage import Fingerprint
-from weightload.testing.layers import WIDTH, parameter
+from weightload.testing import (
+    TOYS,
+    Bench,
+    ToyModel,
+    expected,
+    identical,
+    outputs,
+    toy_framework,
+)
+from weightload.testing.kernels import Processed
+from weightload.testing.layers import WIDTH, InPlaceLinear, Linear, parameter
 
 
 class Kernel:
@@ -232,3 +246,117 @@ def test_a_hook_of_the_whole_model_finds_data_in_every_tensor(commit, writes):
         assert total.tolist() == [number + 3] * WIDTH
         assert model.extra.extra.tolist() == [3 + number * writes] * WIDTH
         assert all(marks[n].difference(t) is None for n, t in model.named_parameters())
+
+
+class Sibling(Processed):
+    """Its hook reads a layer that is beside it, and packs its own weight."""
+
+    def __init__(self, other):
+        super().__init__()
+        self.others = (other,)
+
+    def process_weights_after_loading(self):
+        self.total = torch.as_tensor(self.others[0].weight).detach().sum()
+        self.weight = nn.Parameter(self.weight.detach().t().contiguous(), requires_grad=False)
+
+    def forward(self, x):
+        return torch.tanh(x @ self.weight) + self.total
+
+
+class Around(Sibling):
+    """The same, and the layer is inside it."""
+
+    def __init__(self, other):
+        super().__init__(other)
+        self.inner = other
+
+    def forward(self, x):
+        return self.inner(super().forward(x))
+
+
+def beside(layer, *, first):
+    def make():
+        other = layer()
+        sibling = Sibling(other)
+        return ToyModel(*((sibling, other) if first else (other, sibling)))
+
+    return make
+
+
+READERS = {
+    "plain, after": beside(Linear, first=True),
+    "plain, before": beside(Linear, first=False),
+    "packed, after": beside(InPlaceLinear, first=True),
+    "packed, before": beside(InPlaceLinear, first=False),
+    "plain, inside": lambda: ToyModel(Around(Linear())),
+    "packed, inside": lambda: ToyModel(Around(InPlaceLinear())),
+}
+
+
+@pytest.mark.parametrize("commit", ["stream", "atomic"])
+@pytest.mark.parametrize("order", [list, reversed])
+@pytest.mark.parametrize("reader", READERS)
+def test_a_hook_waits_for_what_it_reads_in_other_layers(reader, order, commit):
+    """And finds it as it was at the first load: processed already, or not yet."""
+    bench = Bench(READERS[reader])
+    for number in (2, 3, 1):
+        state = bench.state(number)
+        with bench.session(commit=commit) as session:
+            for name in order(list(state)):
+                session.load({name: state[name]})
+        bench.serves = state
+        bench.check_finished(session)
+
+
+@pytest.mark.parametrize("commit", ["stream", "atomic"])
+@pytest.mark.parametrize("toy", [TOYS["derived"], *READERS.values()])
+def test_a_load_of_some_names_runs_the_hooks_that_read_them(toy, commit):
+    """Also those of layers that nothing was brought for; or it says what has to come as well."""
+    bench = Bench(toy)
+    for number, part in itertools.product((2, 3), bench.state(1)):
+        new = bench.state(number)[part]
+        session = bench.session(commit=commit, scope=Scope.only([part]))
+        try:
+            with session:
+                session.load({part: new})
+        except IncompleteLoadError as error:
+            bench.check_ended(session, error)
+        else:
+            bench.serves = {**bench.serves, part: new}
+            bench.check_finished(session)
+        assert session.state is not SessionState.POISONED
+
+
+class Moody(Sibling):
+    """Its hook reads the other layer for some values of its own weight only."""
+
+    def process_weights_after_loading(self):
+        self.total = torch.zeros(())
+        if self.weight.detach().sum() > 0:
+            self.total = torch.as_tensor(self.others[0].weight).detach().sum()
+        self.weight = nn.Parameter(self.weight.detach().t().contiguous(), requires_grad=False)
+
+
+def test_a_hook_that_reads_what_has_not_arrived_is_refused():
+    """Nothing could be known of it at the first load; the old value would be silently wrong."""
+
+    def make():
+        other = Linear()
+        return ToyModel(Moody(other), other)
+
+    weight = torch.eye(WIDTH) * 0.1
+    states = [
+        {"layers.0.weight": weight * sign, "layers.1.weight": weight * number}
+        for number, sign in ((1, -1), (2, +1), (3, +1))
+    ]
+    model = make()
+    with WeightLoadSession(model, framework=toy_framework()) as session:
+        session.load(states[0])
+    with (
+        pytest.raises(ProcessingError, match=r"reads 'layers\.1\.weight', which has not arrived"),
+        WeightLoadSession(model) as session,
+    ):
+        session.load(states[1])
+    with WeightLoadSession(model, commit="atomic") as session:
+        session.load(states[1])
+    assert identical(outputs(model), expected(make, states[1]))

@@ -50,3 +50,29 @@ def test_a_cache_that_is_a_view_is_cleaned_where_it_is():
 )
 def test_a_cache_without_floats_is_left_alone(cache):
     assert caches.clean(cache) is False
+
+
+@pytest.mark.parametrize("channel", [0, 3])
+@pytest.mark.parametrize(
+    "shape",
+    [(2, 5, 4, 2, 4), (5, 2, 4, 4), (2, 5, 2, 4, 3)],
+    ids=["heads between", "as many channels as tokens", "heads first"],
+)
+def test_the_first_tokens_of_blocks_show_what_weights_spoiled(shape, channel):
+    """Bad weights spoil one channel of every token: the tokens are the dimension of size 4. Where
+    channels are as many, both dimensions are looked at."""
+    right = torch.randn(shape)
+    cache = right.clone()
+    cache[..., min(channel, shape[-1] - 1)] = float("nan")
+    assert caches.clean(cache, block_size=4) is True
+    assert cache.isfinite().all()
+    cache = right.clone()
+    assert caches.clean(cache, block_size=4) is False
+    assert torch.equal(cache, right)
+
+
+def test_a_cache_whose_blocks_are_not_known_is_read_whole():
+    cache = torch.zeros(6, 5)
+    cache[3, 4] = float("inf")
+    assert caches.clean(cache, block_size=16) is True
+    assert cache.isfinite().all()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from weightload.testing.kernels import BlockExperts
 from weightload.testing.layers import (
     WIDTH,
     BufferedLayer,
@@ -125,6 +126,10 @@ class LoadingModel(ToyModel):
         elif isinstance(owner, ExpertStack):
             for expert in range(len(place)):
                 yield f"{name}/{expert}", (WIDTH, WIDTH)
+        elif isinstance(owner, BlockExperts):
+            count, shape = owner.parts()[name.rpartition(".")[2]]
+            for part in range(count):
+                yield f"{name}/{part}", shape
         else:
             yield from super().sources(name, place)
 

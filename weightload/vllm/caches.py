@@ -73,8 +73,9 @@ def reset_in_worker(worker: Any, names: Iterable[str]) -> None:
         if callable(reset):
             reset()
         if name == "kv":
+            config = getattr(getattr(worker, "vllm_config", None), "cache_config", None)
             for cache in _kv_caches(worker):
-                clean(cache)
+                clean(cache, getattr(config, "block_size", None))
 
 
 def _kv_caches(worker: Any) -> Iterator[torch.Tensor]:
@@ -88,22 +89,39 @@ def _kv_caches(worker: Any) -> Iterator[torch.Tensor]:
             yield cache
 
 
-def clean(cache: torch.Tensor) -> bool:
+def clean(cache: torch.Tensor, block_size: int | None = None) -> bool:
     """Set what is not finite in ``cache`` to zero, in place; return whether there was any.
 
     Finite values stay, so that requests that go on keep what they have computed. Caches of a
     type without NaN are left alone; eight bit floats are looked at as such.
+
+    A weight that is not finite spoils every token, so that the first token of each block shows
+    it, in the same head and channel as all others: if these are finite, so is the rest. A large
+    cache is not read whole at every load.
+
+    Args:
+        cache: keys and values, or states, of one layer.
+        block_size: tokens in a block, if known; every dimension of that size may be the one that
+            counts them.
     """
     if not cache.is_floating_point():
         return False
+    tokens = [dim for dim, size in enumerate(cache.shape) if size == block_size and size > 1]
+    if tokens and all(_finite(cache.select(dim, 0)) for dim in tokens):
+        return False
     found = False
     for part in _parts(cache):
-        values = part if part.element_size() > 1 else part.float()
-        # NaN is the least and the greatest of whatever it is among: one pass and no copy.
-        if part.numel() and not all(bound.isfinite() for bound in torch.aminmax(values)):
+        if not _finite(part):
             found = True
+            values = part if part.element_size() > 1 else part.float()
             part.copy_(values.masked_fill(~torch.isfinite(values), 0).to(part.dtype))
     return found
+
+
+def _finite(part: torch.Tensor) -> bool:
+    values = part if part.element_size() > 1 else part.float()
+    # NaN is the least and the greatest of whatever it is among: one pass and no copy.
+    return not part.numel() or all(bool(bound.isfinite()) for bound in torch.aminmax(values))
 
 
 def _parts(cache: torch.Tensor) -> Iterator[torch.Tensor]:

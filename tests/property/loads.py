@@ -1,0 +1,391 @@
+"""Random loads of one model: what comes, in which order, through which source, and what is wrong."""
+
+import random
+
+import attrs
+import torch
+from hypothesis import strategies as st
+from trees import is_optional, islands, names_of, optional_shapes, optional_value
+
+from weightload import (
+    DuplicateWeightError,
+    IncompleteLoadError,
+    ProcessingError,
+    Scope,
+    SessionMisnestedError,
+    StorageChangedError,
+    UnexpectedWeightError,
+    UnsupportedError,
+    WeightLoadSession,
+    WeightMismatchError,
+)
+from weightload.framework import load_into
+from weightload.testing import make_state
+
+
+class SourceError(Exception):
+    """What a source raises."""
+
+
+LOADERS_ERRORS = (ValueError, RuntimeError, KeyError, AttributeError)
+"""What loaders of toys raise, which reaches the caller where nobody knows that a loader did."""
+
+
+class Interrupt(BaseException):
+    """What a source is interrupted by, as by a key."""
+
+
+FAULTS = {
+    "missing": (IncompleteLoadError,),
+    "twice": (DuplicateWeightError,),
+    "twice, the second time later": (DuplicateWeightError,),
+    "unknown": (UnexpectedWeightError, WeightMismatchError),
+    "wrong shape": (WeightMismatchError,),
+    "broadcastable shape": (WeightMismatchError,),
+    "oversized": (WeightMismatchError,),
+    "wrong dtype": (WeightMismatchError,),
+    "not finite": (WeightMismatchError,),
+    "source raises": (SourceError,),
+    "source is interrupted": (Interrupt,),
+    "another session inside": (SessionMisnestedError,),
+    "loader writes outside": (
+        DuplicateWeightError,
+        UnexpectedWeightError,
+        UnsupportedError,
+        WeightMismatchError,
+    ),
+    "hook fails": (ProcessingError,),
+    "hook fails half way": (ProcessingError,),
+    "hook misfits": (StorageChangedError, ProcessingError),
+    "abort": (),
+}
+"""What may be wrong with a load, and the errors that may say so."""
+
+SEEN_AT_ONCE = {
+    "twice",
+    "unknown",
+    "wrong shape",
+    "broadcastable shape",
+    "oversized",
+    "wrong dtype",
+    "not finite",
+}
+"""What is found before anything is written, if a source can be checked as a whole."""
+
+LAZY = {"source raises", "source is interrupted", "another session inside"}
+"""Faults of a source that is read while it is iterated."""
+
+TIED = ("embedding.weight", "head.weight")
+"""What checkpoints of a tied model may bring under one name or under both, with equal values."""
+
+SOURCES = ("mapping", "list", "iterator", "buffer", "through")
+SCOPES = ("full", "only", "only at random", "stays away", "stays away at random", "unexpected")
+
+
+@attrs.define(kw_only=True, repr=False)
+class Load:
+    """One load, completely decided.
+
+    Attributes:
+        sends: what is sent, in this order, before the fault is built in.
+        becomes: what the model holds if the load finishes, as the checkpoint of a fresh load.
+        chunks: names and kind of source of each call of ``load``.
+        scope: a key of ``SCOPES``.
+        options: of the session.
+        fault: a key of ``FAULTS``, or ``None``.
+        where: the name at which the fault is, or the number of hooks before it.
+        checked: whether ``check`` is called before.
+        sealed: whether ``seal`` is called before ``finish``.
+        early: after which chunk which module is processed, or ``None``.
+        nested: whether the source tries to open another session, and takes the refusal.
+        excuses: errors that may be raised although nothing is wrong with the weights.
+    """
+
+    sends: dict
+    becomes: dict
+    chunks: list
+    scope: str
+    options: dict
+    fault: str | None
+    where: str
+    countdown: int
+    checked: bool
+    sealed: bool
+    early: tuple | None
+    nested: bool
+    excuses: set
+
+    def _repr_pretty_(self, printer, cycle):
+        """Say everything but the values of tensors."""
+        facts = attrs.asdict(self, filter=lambda field, _: field.name != "becomes", recurse=False)
+        facts["sends"] = {name: (tuple(one.shape), one.dtype) for name, one in self.sends.items()}
+        printer.text("Load(" + "".join(f"\n    {k}={v!r}," for k, v in facts.items()) + ")")
+
+    @property
+    def strikes_before_any_write(self):
+        """Whether the fault is found in a source that is checked whole, the first to come."""
+        first = next((chunk for chunk in self.chunks if chunk[0]), None)
+        return (
+            self.fault in SEEN_AT_ONCE
+            and first is not None
+            and self.where in first[0]
+            and first[1] in ("mapping", "list")
+        )
+
+
+def together(old, new):
+    """Return the checkpoint of a model in which some tensors of ``old`` became those of ``new``."""
+    mixture = {**old, **new}
+    if all(name in mixture for name in TIED):
+        for name in TIED:
+            if name in new:
+                mixture.update(dict.fromkeys(TIED, new[name]))
+    return mixture
+
+
+@st.composite
+def loads(draw, factory, served, first, tried, poisoned, *, last=False):
+    """Return a random load.
+
+    Args:
+        factory: makes the model without weights.
+        served: what the last finished load left the model with; ``None`` before the first.
+        first: the names that the first finished load brought, ``None`` before it.
+        tried: the names that first loads brought which failed.
+        poisoned: whether the model is poisoned.
+        last: whether it is to be complete and right, so that nothing excuses a refusal.
+    """
+    model, initial = factory(), first is None
+    state = make_state(factory, draw(st.integers(1, 4)))
+    for name, shape in optional_shapes(model).items():
+        if name in (tried if initial else first) if last else draw(st.booleans()):
+            state[name] = optional_value(shape, draw(st.sampled_from([0.25, 3.0])))
+    names = list(state)
+    order = draw(st.sampled_from(["as it is", "reversed", "shuffled", "shuffled"]))
+    if order == "reversed":
+        names.reverse()
+    if order == "shuffled":
+        random.Random(draw(st.integers(0, 10_000))).shuffle(names)
+
+    scope, promised, excuses, late = "full", Scope.full(), set(), set()
+    if initial:
+        promised = Scope.full(allow_missing=model.may_miss)
+        if any(is_optional(name) and name not in state for name in tried):
+            excuses.add(IncompleteLoadError)  # its default was overwritten
+    elif not last:
+        scope = draw(st.sampled_from(["full", "full", "full", *SCOPES]))
+    becomes = state
+    if scope.startswith("only"):
+        part = _part(draw, model, served, at_random=scope.endswith("random"))
+        names = [name for name in names if name in part]
+        names += [name for name in part if name not in names]
+        state = {name: state.get(name, served[name]) for name in names}
+        promised = Scope.only(names)
+        becomes = together(served, state)
+        if scope == "only at random" or model.__class__.__name__ == "CollectingModel":
+            excuses |= {IncompleteLoadError, UnsupportedError}
+    elif scope.startswith("stays away"):
+        part = _part(draw, model, state, at_random=scope.endswith("random"))
+        promised = Scope.full(allow_missing=part)
+        kept = {name: served[name] for name in part if served is not None and name in served}
+        names = [name for name in names if name not in part]
+        state = {name: state[name] for name in names}
+        becomes = together(kept, state)
+        if scope == "stays away at random" or poisoned:
+            excuses.add(IncompleteLoadError)
+    elif scope == "unexpected":
+        promised = Scope.full(allow_unexpected=["*.unexpected"])
+    if first is not None and not scope.startswith("only"):
+        brought = {name for name in first if is_optional(name)}
+        brings = {name for name in state if is_optional(name)}
+        if brought - brings:
+            excuses.add(IncompleteLoadError)
+        if brings - brought:
+            # Nobody waits for them while a stream is read.
+            late |= {DuplicateWeightError, UnexpectedWeightError}
+
+    cuts = sorted(draw(st.lists(st.integers(0, len(names)), max_size=3)))
+    allowed = SOURCES if hasattr(model, "load_weights") else SOURCES[:-1]
+    chunks = [
+        (names[a:b], draw(st.sampled_from(allowed)))
+        for a, b in zip([0, *cuts], [*cuts, len(names)], strict=True)
+    ]
+    load = Load(
+        sends={name: state[name] for name in names},
+        becomes=becomes,
+        chunks=chunks,
+        scope=scope,
+        options={
+            "commit": draw(st.sampled_from(["stream", "atomic"])),
+            "scope": promised,
+            "verify": draw(st.sampled_from([None, None, None, "sampled", "full"])),
+            "check_finite": draw(st.booleans()),
+            "strict": None if last else draw(st.sampled_from([None, None, True])),
+        },
+        fault=None,
+        where=draw(st.sampled_from(names or [""])),
+        countdown=draw(st.integers(0, 6)),
+        checked=draw(st.sampled_from([False, False, True])),
+        sealed=draw(st.booleans()),
+        early=None,
+        nested=draw(st.sampled_from([False] * 5 + [True])),
+        excuses=excuses,
+    )
+    if load.options["commit"] == "stream":
+        load.excuses |= late
+    left_out = any(is_optional(name) and name not in state for name in served or ())
+    load.checked = load.checked and not (last and left_out)
+    if load.checked and left_out:
+        load.excuses.add(IncompleteLoadError)  # a check takes the last load for its measure
+    if last or not names:
+        return load
+    _widen(draw, load)
+    if not initial and draw(st.sampled_from([False] * 4 + [True])):
+        load.early = (draw(st.integers(0, len(chunks) - 1)), draw(st.integers(0, 20)))
+        load.excuses.add(IncompleteLoadError)
+    if draw(st.booleans()):
+        _break(draw, load, model, initial)
+    return load
+
+
+def _part(draw, model, names, *, at_random):
+    """Return some names: all of whole islands, or any."""
+    names = sorted(names)
+    if at_random:
+        return draw(st.lists(st.sampled_from(names), min_size=1, unique=True, max_size=6))
+    parts = [part for part in (names_of(one, names) for one in islands(model)) if part]
+    chosen = draw(st.lists(st.sampled_from(parts), min_size=1, max_size=2))
+    return sorted({name for part in chosen for name in part})
+
+
+def _widen(draw, load):
+    """Let one tensor come as another wide float, which is no fault."""
+    dtype = draw(st.sampled_from([None] * 5 + [torch.float64, torch.bfloat16]))
+    if dtype is not None and load.where not in TIED:
+        tensor = load.sends[load.where].to(dtype)
+        load.sends[load.where] = tensor
+        load.becomes = together(load.becomes, {load.where: tensor})
+        load.excuses.add(WeightMismatchError)  # of a loader that looks at bytes
+
+
+def _break(draw, load, model, initial):
+    """Build a fault in, if it can be one in this load."""
+    fault = draw(st.sampled_from(sorted(FAULTS)))
+    if initial and not _is_fault_of_a_first_load(fault, load, model):
+        return
+    if fault == "loader writes outside" and (
+        not hasattr(model, "store") or not list(elsewhere(load))
+    ):
+        return
+    if fault == "not finite":
+        load.options["check_finite"] = True
+    load.fault = fault
+    if fault in LAZY:
+        load.nested = False
+        kinds = ["iterator", "buffer"]
+        load.chunks = [
+            (names, kind if kind in kinds else draw(st.sampled_from(kinds)))
+            for names, kind in load.chunks
+        ]
+
+
+def _is_fault_of_a_first_load(fault, load, model):
+    """Whether the model's own loaders can know that something is wrong."""
+    if fault in ("hook misfits", "loader writes outside"):
+        return False
+    if fault == "missing":
+        return not may_miss(load.where) and "/" not in load.where and ".mean" not in load.where
+    if fault in SEEN_AT_ONCE - {"twice", "unknown", "not finite"}:
+        sent = {**load.sends, load.where: _spoiled(fault, load.sends[load.where])}
+        return _refused_by_loaders(model, sent)
+    return True
+
+
+def _refused_by_loaders(model, state):
+    try:
+        with torch.no_grad():
+            if hasattr(model, "load_weights"):
+                model.load_weights(list(state.items()))
+            else:
+                load_into(model, state.items())
+    except Exception:
+        return True
+    return False
+
+
+def may_miss(name):
+    """Whether a model can be right without that tensor of a checkpoint."""
+    return is_optional(name) or name in TIED
+
+
+def elsewhere(load):
+    """Yield names whose places a loader could fill by mistake, and be found out.
+
+    What a loader compares with the value that is there cannot be told from what belongs there.
+    """
+    for name in load.becomes if load.scope.startswith("only") else load.sends:
+        looked_at = ".largest" in name or ".checked" in name
+        if name != load.where and not looked_at and not may_miss(name):
+            yield name
+
+
+def _spoiled(fault, tensor):
+    """Return a tensor with something wrong."""
+    tensor = tensor.clone()
+    if fault == "wrong shape":
+        return tensor.reshape(-1, 1, 1)
+    if fault == "broadcastable shape":
+        return tensor[:1] if tensor.ndim and len(tensor) > 1 else tensor.reshape(1, 1, 1)
+    if fault == "oversized":
+        return torch.cat([tensor.reshape(-1), tensor.reshape(-1)])
+    if fault == "wrong dtype":
+        return (tensor * 10).to(torch.int32)
+    if fault == "not finite":
+        tensor.reshape(-1)[-1] = float("nan") if tensor.numel() % 2 else float("inf")
+    return tensor
+
+
+def pairs_of(load, number, *, names=None, model=None):
+    """Yield what one chunk sends, with the fault of the load built in."""
+    last = number == len(load.chunks) - 1
+    for name in load.chunks[number][0] if names is None else names:
+        tensor = load.sends[name].clone()
+        fault = load.fault if name == load.where else None
+        if fault == "missing":
+            continue
+        if fault == "source raises":
+            raise SourceError
+        if fault == "source is interrupted":
+            raise Interrupt
+        if fault == "another session inside":
+            WeightLoadSession(model).prepare()
+        if fault == "unknown":
+            yield f"{name}.nowhere", tensor
+        if load.scope == "unexpected" and name == load.where:
+            yield f"{name}.unexpected", torch.ones(3)
+        yield name, _spoiled(fault, tensor)
+        if fault == "twice":
+            yield name, tensor
+    if last and load.fault == "twice, the second time later":
+        yield load.where, load.sends[load.where].clone()
+
+
+def source(load, number, model):
+    """Return the source of one chunk."""
+    kind = load.chunks[number][1]
+    pairs = pairs_of(load, number, model=model)
+    repeats = load.fault in ("twice", "twice, the second time later")
+    if kind == "mapping" and not repeats:
+        return dict(pairs)
+    if kind in ("mapping", "list"):
+        return list(pairs)
+    return overwriting(pairs) if kind == "buffer" else pairs
+
+
+def overwriting(pairs):
+    """Yield each tensor as a view of one buffer that the next one overwrites."""
+    buffers = {}
+    for name, tensor in pairs:
+        buffer = buffers.setdefault(tensor.dtype, torch.empty(4096, dtype=tensor.dtype))
+        yield name, buffer[: tensor.numel()].view(tensor.shape).copy_(tensor)
+        buffer.fill_(float("nan") if tensor.is_floating_point() else -1)
