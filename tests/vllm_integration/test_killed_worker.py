@@ -21,7 +21,6 @@ PROMPTLY = 15.0
     [
         ("sync", "in this process", "between calls"),
         ("sync", "in a process of its own", "load"),
-        ("async", "in a process of its own", "between calls"),
         ("async", "in a process of its own", "finish"),
     ],
 )

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from weightload.bucket import BucketWriter
 from weightload.vllm.testing import families, probe
 from weightload.vllm.worker import gather, run_operation
 
@@ -65,6 +66,24 @@ def operate(llm, operation, **arguments):
     arguments = {"operation": operation, "local": True, **arguments}
     [value] = gather(llm.collective_rpc(run_operation, kwargs=arguments))
     return value
+
+
+class Buckets:
+    """The files through which this process hands tensors to workers."""
+
+    def __init__(self):
+        self._paths = set()
+        grow = BucketWriter._grow
+
+        def remembered(writer, nbytes):
+            self._paths.add(Path(writer.path))
+            return grow(writer, nbytes)
+
+        BucketWriter._grow = remembered
+
+    def left(self):
+        """Return those that are still there, or say that there never was one."""
+        return [str(path) for path in self._paths if path.exists()] if self._paths else ["none"]
 
 
 class Places:

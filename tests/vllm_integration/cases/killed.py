@@ -7,7 +7,7 @@ import signal
 import time
 from pathlib import Path
 
-from common import main, start
+from common import Buckets, main, start
 
 from weightload import WeightLoadError
 from weightload.bucket import BucketWriter
@@ -16,7 +16,6 @@ from weightload.vllm.plugin import register
 from weightload.vllm.testing import families, probe
 from weightload.vllm.testing.sources import read_checkpoint
 
-SHARED = Path("/dev/shm")
 ENGINE = {
     "load_format": "weightload",
     "tensor_parallel_size": 2,
@@ -58,7 +57,7 @@ async def serve(path, weights, client, moment):
         return (areload if client == "async" else reload)(engine, weights)
 
     pids = await call("process")
-    files = set(SHARED.glob("weightload-*"))
+    buckets = Buckets()
     result = {"healthy": await attempt(do, iter(weights.items()))}
 
     def deadly(weights):
@@ -72,7 +71,7 @@ async def serve(path, weights, client, moment):
     given = deadly(weights) if moment == "between calls" else iter(weights.items())
     result["killed"] = await attempt(do, given)
     result["once more"] = await attempt(do, iter(weights.items()))
-    result["files left"] = [str(file) for file in set(SHARED.glob("weightload-*")) - files]
+    result["files left"] = buckets.left()
     return result
 
 
@@ -81,7 +80,9 @@ def run(folder, client, moment):
     path = families.make_checkpoint("llama", Path(folder) / "A", seed=1)
     other = families.make_checkpoint("llama", Path(folder) / "B", seed=2)
     BucketWriter.__init__.__defaults__ = (20_000,)  # less than most tensors: many calls
-    return asyncio.run(serve(path, read_checkpoint(other), client, moment))
+    # No tidy end, as by `asyncio.run`: that would wait for threads of an engine that is lost.
+    loop = asyncio.new_event_loop()
+    return loop.run_until_complete(serve(path, read_checkpoint(other), client, moment))
 
 
 if __name__ == "__main__":

@@ -3,9 +3,8 @@
 import os
 import signal
 import time
-from pathlib import Path
 
-from common import checkpoints, fresh, main, start
+from common import Buckets, checkpoints, fresh, main, start
 from extension import NORM
 
 from weightload import WeightLoadError
@@ -14,8 +13,6 @@ from weightload.vllm import reload
 from weightload.vllm.plugin import register
 from weightload.vllm.testing.probe import describe_difference, observe, stop_engine
 from weightload.vllm.testing.sources import read_checkpoint, shuffled, through_one_buffer
-
-SHARED = Path("/dev/shm")
 
 
 class SourceFailure(Exception):
@@ -40,7 +37,7 @@ def run(family, folder, extension):
     llm = start(family, a_path, load_format="weightload", **two)
     prefix = "mine" if extension == "MyExtension" else "weightload"
     llm.collective_rpc("remember_places")
-    files = set(SHARED.glob("weightload-*"))
+    buckets = Buckets()
     result = {
         "A against B": describe_difference(a, b),
         "fresh": describe_difference(a, observe(llm)),
@@ -135,7 +132,7 @@ def run(family, folder, extension):
     fault("interrupted while rank 1 loads", interrupted)
     fault("a load is lost", lambda: with_a_call_that_fails("load_bucket", b_weights))
     fault("a finish is lost", lambda: with_a_call_that_fails("finish", iter(b_weights.items())))
-    result["files left"] = [str(file) for file in set(SHARED.glob("weightload-*")) - files]
+    result["files left"] = buckets.left()
     stop_engine(llm)
     return result
 
