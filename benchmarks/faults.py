@@ -73,6 +73,27 @@ def cells_of(found: dict) -> list[str]:
     return [found.get("raised") or "nothing", found.get("serves", "-"), after]
 
 
+def summary(rows: list[list[str]]) -> list[list[str]]:
+    """Count what comes of the faults; the row without a fault is none."""
+    faulty = [row[1:] for row in rows if row[0] != "none"]
+    head = ["with a fault", "faults", "serves A or B", "a request raises"]
+    lines = [[*head, "serves other numbers", "right after a reload of B"]]
+    for index, name in enumerate(WAYS.values()):
+        served = [row[3 * index + 1] for row in faulty]
+        whole = sum(one in ("A", "B") for one in served)
+        other = sum(one in ("neither", "NaN") for one in served)
+        again = sum(row[3 * index + 2] == "B" for row in faulty)
+        counts = (len(faulty), whole, len(served) - whole - other, other, again)
+        lines.append([name, *map(str, counts)])
+    return lines
+
+
+def drawn(rows: list[list[str]]) -> list[str]:
+    """Return the lines of a table whose first row is its head."""
+    head, *others = rows
+    return ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *others)]
+
+
 def main() -> None:
     """Run every family and print the tables, or write them."""
     sys.path.insert(0, str(CASES))
@@ -90,10 +111,7 @@ def main() -> None:
     lines = [f"# Faults\n\n{today}, {cpu_model()}, {versions()}.\n\n{INTRODUCTION}"]
     for family in options.families:
         rows = run_family(family, options.faults, options.timeout)
-        lines += [
-            f"\n## {family}\n",
-            *("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows]),
-        ]
+        lines += [f"\n## {family}\n", *drawn(summary(rows)), "", *drawn([head, *rows])]
     text = "\n".join([*lines, ""])
     if options.write:
         (options.write / f"faults-{today}.md").write_text(text)

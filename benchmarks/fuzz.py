@@ -26,10 +26,10 @@ BATCH = 500
 """Examples that are drawn with one seed; a failure is found again with the seed of its batch."""
 
 
-def run_batch(seed: int, examples: int) -> tuple[Counter, str | None]:
+def run_batch(seed: int, examples: int, shrink: bool) -> tuple[Counter, str | None]:
     """Run some examples; return what they covered, and how one failed, if one did."""
     import torch
-    from hypothesis import HealthCheck, given, settings
+    from hypothesis import HealthCheck, Phase, given, settings
     from hypothesis import seed as seeded
     from hypothesis import strategies as st
     from random_models import run_example
@@ -43,6 +43,7 @@ def run_batch(seed: int, examples: int) -> tuple[Counter, str | None]:
         database=None,
         deadline=None,
         derandomize=False,
+        phases=[Phase.generate, Phase.shrink] if shrink else [Phase.generate],
         report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck),
     )
@@ -57,20 +58,21 @@ def run_batch(seed: int, examples: int) -> tuple[Counter, str | None]:
     return coverage, None
 
 
-def run_part(seed: int, examples: int) -> tuple[Counter, str | None]:
-    """Run the examples of one process, batch after batch, until one fails."""
+def run_part(seed: int, examples: int, shrink: bool) -> tuple[Counter, int]:
+    """Run the examples of one process, batch after batch; return how many batches failed."""
     seeds, total = random.Random(seed), Counter()
-    started = time.monotonic()
-    while total["examples", "all"] < examples:
+    started, failed, left = time.monotonic(), 0, examples
+    while left > 0:
         batch = seeds.randrange(2**32)
-        left = examples - total["examples", "all"]
-        coverage, failure = run_batch(batch, min(BATCH, left))
+        coverage, failure = run_batch(batch, min(BATCH, left), shrink)
         total += coverage
+        left -= min(BATCH, left) if failure else coverage["examples", "all"]
         done, seconds = total["examples", "all"], time.monotonic() - started
         print(f"seed {seed}: {done} examples, {seconds:.0f} s", file=sys.stderr, flush=True)
         if failure:
-            return total, f"In the batch with seed {batch}:\n{failure}"
-    return total, None
+            failed += 1
+            print(f"In the batch with seed {batch}:\n{failure}", flush=True)
+    return total, failed
 
 
 def table(coverage: Counter, prefix: str, head: str) -> list[str]:
@@ -133,6 +135,7 @@ def main() -> None:
     parser.add_argument("--examples", type=int, default=20_000)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
+    parser.add_argument("--no-shrink", action="store_true", help="show failures as they came")
     parser.add_argument("--write", type=Path, help="a folder for the results")
     options = parser.parse_args()
     jobs = max(options.jobs, 1)
@@ -140,13 +143,12 @@ def main() -> None:
     shares = [len(range(job, options.examples, jobs)) for job in range(jobs)]
     started = time.monotonic()
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        parts = list(pool.map(run_part, seeds, shares))
+        parts = list(pool.map(run_part, seeds, shares, [not options.no_shrink] * jobs))
     seconds = time.monotonic() - started
     coverage = sum((part for part, _ in parts), Counter())
-    failures = [failure for _, failure in parts if failure]
-    if failures:
-        print(*failures, sep="\n\n")
-        raise SystemExit(f"{len(failures)} of {jobs} processes found a violation")
+    failed = sum(failed for _, failed in parts)
+    if failed:
+        raise SystemExit(f"{failed} batches of {BATCH} examples found a violation")
     page = report(coverage, seconds, jobs, options.seed)
     print(page)
     if options.write:

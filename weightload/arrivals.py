@@ -138,7 +138,7 @@ class Arrivals:
                 self._expected.append((entry, region))
             return False
         if self._load.partial:
-            self._check_scope(entry, region, name)
+            self._check_scope(entry, watched, region, name)
         first = self._load.teaches
         if region is not None and not first and self._counts_less(entry, region, name):
             self._note_ready(entry)
@@ -173,10 +173,14 @@ class Arrivals:
             )
         return True
 
-    def _check_scope(self, entry: Entry, region: Region | None, name: str | None) -> None:
+    def _check_scope(
+        self, entry: Entry, watched: Watched, region: Region | None, name: str | None
+    ) -> None:
         """Refuse a write of a partial load to what it did not promise."""
         gaps = entry.gaps or []
-        if region is None:
+        if region is None and self.observer.shares(watched):
+            outside = False  # what it shares its memory with knows the region
+        elif region is None:
             outside = name not in entry.shared.names and name not in entry.sources.values()
         else:
             outside = any(meet(region, gap) for gap in gaps)

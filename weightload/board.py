@@ -328,7 +328,12 @@ class Board:
             absent = [e for e in unit.entries if e.staging is not None and id(e) in allowed]
             if not absent:
                 continue
-            whole = not any(e.touched for e in unit.entries if e.staging is not None)
+            seen = self._load.intake.seen.keys()
+            whole = not any(
+                e.ledger.touched or e.shared.names & seen
+                for e in unit.entries
+                if e.staging is not None
+            )
             alone = all(
                 reader is unit or all(hook.rule.role is not Role.QUANT for hook in reader.hooks)
                 for entry in absent

@@ -314,6 +314,15 @@ class Intake:
                 names=lost[:10],
             )
 
+    def absent(self) -> list[str]:
+        """Return the names that a partial load promised and did not bring.
+
+        Names that this rank has no place for need not come.
+        """
+        known = self.manifest or {}
+        promised = (self.wanted or frozenset()) - self.seen.keys()
+        return sorted(name for name in promised if known[name].consumed)
+
     @property
     def batch(self) -> list[str]:
         """The names that came in the load that is going on."""

@@ -266,7 +266,7 @@ def record_version(model: Any, version: str | int | None, *, cured: bool = True)
         _versions[module] = version
         if cured:
             _poisons.pop(module, None)
-            _guard(module)
+        _guard(module)
 
 
 def record_poison(model: Any, poison: Poison) -> None:

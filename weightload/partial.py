@@ -53,7 +53,8 @@ def select_units(
 ) -> list[Unit]:
     """Return the units that a load of ``wanted`` changes.
 
-    A unit is changed if one of its tensors is filled, or one in a module that its hooks read.
+    A unit is changed if one of its tensors is filled, or one in a module that its hooks read. What
+    hooks of derived state read may be anywhere, so they always run.
 
     Raises:
         IncompleteLoadError: what is packed together is wanted in part only; nothing has been

@@ -481,8 +481,7 @@ class WeightLoadSession:
                 "A load of some names only needs to know which names fill what; load everything "
                 "through a session once before."
             )
-        wanted = self.scope.resolve(manifest)
-        return frozenset(name for name in wanted if manifest[name].consumed) or wanted
+        return self.scope.resolve(manifest)
 
     def _opened(self) -> Board:
         if self._board is None:
@@ -537,15 +536,14 @@ class WeightLoadSession:
         missing = board.completeness.missing()
         lost = board.leave_out(missing)
         self._kept = len(lost) < len(missing) and self._kind == "reload"
+        advice = ""
         if self._kept and ownership.poison_of(self.model) is not None:
-            lost = missing
+            lost, advice = missing, "The model is poisoned, so that nothing may stay away."
         if lost:
-            poisoned = self._kept and "The model is poisoned, so that nothing may stay away."
-            raise board.completeness.incomplete(lost, poisoned or "")
-        if self._intake.wanted is not None:
-            absent = sorted(self._intake.wanted - self._intake.seen.keys())
-            if absent:
-                raise board.completeness.never_came(absent, len(self._intake.seen))
+            raise board.completeness.incomplete(lost, advice)
+        absent = self._intake.absent()
+        if absent:
+            raise board.completeness.never_came(absent, len(self._intake.seen))
         board.completeness.check_overlaps()
         board.completeness.check_unclaimed()
         with ownership.entered(self), board.framework.ambient(self.model):

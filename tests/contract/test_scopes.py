@@ -94,6 +94,33 @@ def test_a_layer_whose_loaders_write_no_plain_region_is_loaded_as_a_part(commit)
     check_equal(bench.model, factory, together(old, new, names))
 
 
+@pytest.mark.parametrize("commit", COMMITS)
+def test_a_layer_with_a_buffer_that_looks_into_its_weight_is_loaded_as_a_part(commit):
+    """What fills the weight fills a part of the buffer too; the buffer alone has no name."""
+    factory = lambda: LoadingModel(layers.BufferedLayer(), layers.Linear())  # noqa: E731
+    bench = Bench(factory)
+    old, new = bench.state(1), bench.state(2)
+    names = [name for name in old if name.startswith("layers.0.")]
+    load_only(bench, names, new, commit=commit).finish()
+    check_equal(bench.model, factory, together(old, new, names))
+
+
+@pytest.mark.parametrize("commit", COMMITS)
+@pytest.mark.parametrize("kind", [layers.Linear, layers.RepackedLinear])
+def test_what_is_derived_from_another_layer_is_new_when_a_part_brought_that_layer(kind, commit):
+    """The hook of a derived state runs after all others, and reads what is elsewhere."""
+
+    def factory():
+        layer = kind()
+        return LoadingModel(layers.SummedState(layer), layer, layers.Linear())
+
+    bench = Bench(factory)
+    old, new = bench.state(1), bench.state(2)
+    load_only(bench, ["layers.1.weight"], new, commit=commit).finish()
+    check_equal(bench.model, factory, together(old, new, ["layers.1.weight"]))
+    bench.kept.check(bench.model)
+
+
 def test_parts_one_after_another_are_a_complete_load(bench):
     old, new = bench.state(1), bench.state(2)
     state = old
@@ -237,6 +264,28 @@ def test_what_may_stay_away_may_come(bench):
 
 
 @pytest.mark.parametrize("commit", COMMITS)
+def test_a_packed_layer_with_scales_that_several_names_fill_stays_away_as_a_whole(commit):
+    """That several names fill its scales is known from before; none of them came now."""
+    bench = Bench(packed)
+    old, new = bench.state(1), bench.state(2)
+    absent = [name for name in new if name.startswith("layers.1.")]
+    with bench.session(scope=Scope.full(allow_missing=["layers.1.*"]), commit=commit) as session:
+        session.load({name: new[name] for name in new if name not in absent})
+    check_equal(bench.model, packed, together(new, old, absent))
+
+
+def test_a_refusal_speaks_of_poison_only_where_there_is_some(bench):
+    """One layer may stay away, another is missing, and the model is in order."""
+    new = bench.state(2)
+    with (
+        pytest.raises(IncompleteLoadError, match=r"layers\.3") as caught,
+        bench.session(scope=Scope.full(allow_missing=["layers.2.weight"])) as session,
+    ):
+        session.load(iter([(n, new[n]) for n in new if not n.startswith(("layers.2", "layers.3"))]))
+    assert "poisoned, so" not in str(caught.value)
+
+
+@pytest.mark.parametrize("commit", COMMITS)
 def test_what_is_packed_together_stays_away_as_a_whole(commit):
     bench = Bench(packed)
     new = bench.state(2)
@@ -316,6 +365,45 @@ def test_a_part_is_refused_where_nobody_knows_which_names_fill_what():
     with pytest.raises(UnsupportedError, match=r"'weight'.*Load everything"):
         session.prepare()
     assert torch.equal(model.weight, torch.tensor([1.0, 2.0]))
+
+
+class Rank(LoadingModel):
+    """One rank of two: it has no place for the experts of the other one."""
+
+    def load_weights(self, weights):
+        super().load_weights((n, t) for n, t in weights if not n.startswith("other"))
+
+
+def test_a_scope_may_name_what_another_rank_has():
+    """The same names are sent to all ranks; each takes its own, and needs no others."""
+    model = Rank(layers.Linear(), layers.Linear())
+    state = make_state(lambda: Rank(layers.Linear(), layers.Linear()), 1)
+    with WeightLoadSession(model, framework=toy_framework()) as session:
+        session.load({**state, "other.weight": torch.ones(3)})
+    names = ["layers.0.weight", "other.weight"]
+    new = {"layers.0.weight": torch.full((8, 8), 2.0), "other.weight": torch.ones(3)}
+    for sent in (new, {"layers.0.weight": new["layers.0.weight"]}):
+        with WeightLoadSession(model, scope=Scope.only(names)) as session:
+            session.load(sent)
+        assert torch.equal(model.layers[0].weight, new["layers.0.weight"])
+        assert torch.equal(model.layers[1].weight, state["layers.1.weight"])
+        assert session.receipt.skipped.count == len(sent) - 1
+    with WeightLoadSession(model, scope=Scope.only(["other.weight"])) as session:
+        session.load({"other.weight": torch.zeros(3)})
+    with (
+        pytest.raises(IncompleteLoadError, match=r"layers\.0\.weight"),
+        WeightLoadSession(model, scope=Scope.only(names)) as session,
+    ):
+        session.load({"other.weight": torch.ones(3)})
+
+
+def test_a_callback_may_compute_with_a_part_that_is_new(bench):
+    """Everything is in its place when callbacks are told."""
+    seen = []
+    options = {"publish": [lambda *versions: seen.append(outputs(bench.model))]}
+    load_only(bench, ["layers.0.weight"], bench.state(2), **options).finish()
+    state = together(bench.state(1), bench.state(2), ["layers.0.weight"])
+    assert identical(seen[0], expected(mixed, state))
 
 
 def test_a_scope_travels_as_plain_data():

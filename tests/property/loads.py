@@ -19,11 +19,16 @@ from weightload import (
     WeightLoadSession,
     WeightMismatchError,
 )
+from weightload.framework import load_into
 from weightload.testing import make_state
 
 
 class SourceError(Exception):
     """What a source raises."""
+
+
+LOADERS_ERRORS = (ValueError, RuntimeError, KeyError, AttributeError)
+"""What loaders of toys raise, which reaches the caller where nobody knows that a loader did."""
 
 
 class Interrupt(BaseException):
@@ -69,6 +74,9 @@ SEEN_AT_ONCE = {
 
 LAZY = {"source raises", "source is interrupted", "another session inside"}
 """Faults of a source that is read while it is iterated."""
+
+TIED = ("embedding.weight", "head.weight")
+"""What checkpoints of a tied model may bring under one name or under both, with equal values."""
 
 SOURCES = ("mapping", "list", "iterator", "buffer", "through")
 SCOPES = ("full", "only", "only at random", "stays away", "stays away at random", "unexpected")
@@ -128,29 +136,29 @@ class Load:
 def together(old, new):
     """Return the checkpoint of a model in which some tensors of ``old`` became those of ``new``."""
     mixture = {**old, **new}
-    tied = ["embedding.weight", "head.weight"]
-    if all(name in mixture for name in tied):
-        for name in tied:
+    if all(name in mixture for name in TIED):
+        for name in TIED:
             if name in new:
-                mixture.update(dict.fromkeys(tied, new[name]))
+                mixture.update(dict.fromkeys(TIED, new[name]))
     return mixture
 
 
 @st.composite
-def loads(draw, factory, served, first, poisoned, *, last=False):
+def loads(draw, factory, served, first, tried, poisoned, *, last=False):
     """Return a random load.
 
     Args:
         factory: makes the model without weights.
         served: what the last finished load left the model with; ``None`` before the first.
         first: the names that the first finished load brought, ``None`` before it.
+        tried: the names that first loads brought which failed.
         poisoned: whether the model is poisoned.
         last: whether it is to be complete and right, so that nothing excuses a refusal.
     """
     model, initial = factory(), first is None
     state = make_state(factory, draw(st.integers(1, 4)))
     for name, shape in optional_shapes(model).items():
-        if draw(st.booleans()) if initial or not last else name in first:
+        if name in (tried if initial else first) if last else draw(st.booleans()):
             state[name] = optional_value(shape, draw(st.sampled_from([0.25, 3.0])))
     names = list(state)
     order = draw(st.sampled_from(["as it is", "reversed", "shuffled", "shuffled"]))
@@ -159,9 +167,11 @@ def loads(draw, factory, served, first, poisoned, *, last=False):
     if order == "shuffled":
         random.Random(draw(st.integers(0, 10_000))).shuffle(names)
 
-    scope, promised, excuses = "full", Scope.full(), set()
+    scope, promised, excuses, late = "full", Scope.full(), set(), set()
     if initial:
         promised = Scope.full(allow_missing=model.may_miss)
+        if any(is_optional(name) and name not in state for name in tried):
+            excuses.add(IncompleteLoadError)  # its default was overwritten
     elif not last:
         scope = draw(st.sampled_from(["full", "full", "full", *SCOPES]))
     becomes = state
@@ -191,7 +201,8 @@ def loads(draw, factory, served, first, poisoned, *, last=False):
         if brought - brings:
             excuses.add(IncompleteLoadError)
         if brings - brought:
-            excuses.add(DuplicateWeightError)
+            # Nobody waits for them while a stream is read.
+            late |= {DuplicateWeightError, UnexpectedWeightError}
 
     cuts = sorted(draw(st.lists(st.integers(0, len(names)), max_size=3)))
     allowed = SOURCES if hasattr(model, "load_weights") else SOURCES[:-1]
@@ -220,10 +231,16 @@ def loads(draw, factory, served, first, poisoned, *, last=False):
         nested=draw(st.sampled_from([False] * 5 + [True])),
         excuses=excuses,
     )
+    if load.options["commit"] == "stream":
+        load.excuses |= late
+    left_out = any(is_optional(name) and name not in state for name in served or ())
+    load.checked = load.checked and not (last and left_out)
+    if load.checked and left_out:
+        load.excuses.add(IncompleteLoadError)  # a check takes the last load for its measure
     if last or not names:
         return load
     _widen(draw, load)
-    if draw(st.sampled_from([False] * 4 + [True])):
+    if not initial and draw(st.sampled_from([False] * 4 + [True])):
         load.early = (draw(st.integers(0, len(chunks) - 1)), draw(st.integers(0, 20)))
         load.excuses.add(IncompleteLoadError)
     if draw(st.booleans()):
@@ -244,7 +261,7 @@ def _part(draw, model, names, *, at_random):
 def _widen(draw, load):
     """Let one tensor come as another wide float, which is no fault."""
     dtype = draw(st.sampled_from([None] * 5 + [torch.float64, torch.bfloat16]))
-    if dtype is not None:
+    if dtype is not None and load.where not in TIED:
         tensor = load.sends[load.where].to(dtype)
         load.sends[load.where] = tensor
         load.becomes = together(load.becomes, {load.where: tensor})
@@ -285,8 +302,6 @@ def _is_fault_of_a_first_load(fault, load, model):
 
 
 def _refused_by_loaders(model, state):
-    from weightload.framework import load_into
-
     try:
         with torch.no_grad():
             if hasattr(model, "load_weights"):
@@ -300,7 +315,7 @@ def _refused_by_loaders(model, state):
 
 def may_miss(name):
     """Whether a model can be right without that tensor of a checkpoint."""
-    return is_optional(name) or name in ("head.weight", "embedding.weight")
+    return is_optional(name) or name in TIED
 
 
 def elsewhere(load):

@@ -5,6 +5,7 @@ from hypothesis import event, note
 from hypothesis import strategies as st
 from loads import (
     FAULTS,
+    LOADERS_ERRORS,
     Interrupt,
     SourceError,
     elsewhere,
@@ -20,8 +21,10 @@ from weightload import (
     SessionMisnestedError,
     SessionState,
     StorageChangedError,
+    UnexpectedWeightError,
     WeightLoadError,
     WeightLoadSession,
+    WeightMismatchError,
     poison_of,
 )
 from weightload.ownership import ForwardGuard, owner_of
@@ -45,11 +48,13 @@ class Subject(Bench):
 
     Attributes:
         first: the names that the first finished load brought, ``None`` before it.
+        tried: the names that first loads brought which failed.
         served: what the last finished load left the model with, whatever happened since.
         number: how many sessions there were.
     """
 
     first: set | None = None
+    tried: set = attrs.field(factory=set)
     served: dict | None = None
     number: int = 0
 
@@ -119,7 +124,7 @@ def run_example(draw, coverage):
     count = draw(st.integers(1, 4))
     for number in range(count + 1):
         last = number == count
-        arguments = (recipe, subject.served, subject.first, subject.poisoned)
+        arguments = (recipe, subject.served, subject.first, subject.tried, subject.poisoned)
         outcome, load = run_load(subject, draw(loads(*arguments, last=last)))
         require(outcome == "finished" or not last, "a complete load did not make it right")
         event(f"{load.fault}: {outcome}")
@@ -150,7 +155,9 @@ def run_load(subject, load):
         subject.check_structure()
         return "refused, poisoned before", load
     intact = session.state is SessionState.ABORTED
-    if not initial:
+    if initial:
+        subject.tried |= load.sends.keys()
+    else:
         _check_written_late(load, intact)
     subject.ended(session, error, poison)
     how = "aborted" if error is None else "refused"
@@ -180,7 +187,7 @@ def _perform(subject, session, load):
         if load.sealed:
             session.seal()
         session.finish()
-    except (WeightLoadError, SourceError, Interrupt) as error:
+    except (WeightLoadError, SourceError, Interrupt, *LOADERS_ERRORS) as error:
         return error
     finally:
         vars(model).pop("store", None)
@@ -265,6 +272,12 @@ def _check_reason(subject, load, error, armed, poison):
         allowed.add(StorageChangedError)
     if poison is not None and load.scope.startswith("only"):
         allowed.add(ModelPoisonedError)
+    collects = (
+        "through" in [kind for _, kind in load.chunks] and subject.factory.root == "collecting"
+    )
+    if collects and allowed & {WeightMismatchError, UnexpectedWeightError}:
+        # A loader that runs on its own and collects before it writes: whose error is it?
+        allowed |= set(LOADERS_ERRORS)
     require(type(error) in allowed, f"{error!r} is none of {allowed}")
 
 

@@ -25,6 +25,7 @@ REFUSED = {
     "rank 1 alone fails, atomic": "WeightMismatchError",
     "rank 1 alone lacks a norm": "IncompleteLoadError",
     "rank 1 alone lacks a norm, atomic": "IncompleteLoadError",
+    "interrupted while rank 1 loads": "KeyboardInterrupt",
     "a load is lost": "TimeoutError",
     "a finish is lost": "TimeoutError",
 }

@@ -81,10 +81,8 @@ class Liveness:
         return task.result()
 
     def _join(self, call: _Call[Any]) -> None:
-        while call.is_alive():
-            call.join(_TICK)
-            if call.is_alive():
-                self._require()
+        while call.ident is not None and not call.ended.wait(_TICK):
+            self._require()
         self._under_way = None
 
     def _looks(self, error: Exception) -> Iterator[None]:
@@ -106,13 +104,18 @@ class Liveness:
 
 
 class _Call(threading.Thread, Generic[T]):
-    """A call that is waited for elsewhere; it ends with the process at the latest."""
+    """A call that is waited for elsewhere; it ends with the process at the latest.
+
+    A ``join()`` that is interrupted takes the thread for ended in some versions of Python, so there
+    is an event.
+    """
 
     def __init__(self, make: Callable[[], T]) -> None:
         super().__init__(name="weightload-call", daemon=True)
         self._make = make
         self._value: list[T] = []
         self.error: BaseException | None = None
+        self.ended = threading.Event()
 
     def run(self) -> None:
         """Make the call."""
@@ -120,6 +123,8 @@ class _Call(threading.Thread, Generic[T]):
             self._value.append(self._make())
         except BaseException as error:
             self.error = error
+        finally:
+            self.ended.set()
 
     def result(self) -> T:
         """Return the answer, or raise what the call raised."""

@@ -1,5 +1,7 @@
 """One family on two ranks, whose workers are processes of their own."""
 
+import os
+import signal
 import time
 from pathlib import Path
 
@@ -73,7 +75,7 @@ def run(family, folder, extension):
         began = time.monotonic()
         try:
             act()
-        except Exception as error:
+        except (Exception, KeyboardInterrupt) as error:
             found["error"] = type(error).__name__
             found["text"] = "\n".join([str(error), *getattr(error, "__notes__", ())])
             if isinstance(error, WeightLoadError):
@@ -96,6 +98,11 @@ def run(family, folder, extension):
     def on_one_rank(rank, how, **options):
         llm.collective_rpc("break_loaders", args=(rank, how))
         reload(llm, b_path, **options)
+
+    def interrupted():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        llm.collective_rpc("interrupt", args=(os.getpid(),))
+        reload(llm, iter(b_weights.items()))
 
     def with_a_call_that_fails(call, weights):
         """Let one call to the workers raise on its way, as a time limit would."""
@@ -125,6 +132,7 @@ def run(family, folder, extension):
     fault("rank 1 alone fails, atomic", lambda: on_one_rank(1, "raise", commit="atomic"))
     fault("rank 1 alone lacks a norm", lambda: on_one_rank(1, "lose"))
     fault("rank 1 alone lacks a norm, atomic", lambda: on_one_rank(1, "lose", commit="atomic"))
+    fault("interrupted while rank 1 loads", interrupted)
     fault("a load is lost", lambda: with_a_call_that_fails("load_bucket", b_weights))
     fault("a finish is lost", lambda: with_a_call_that_fails("finish", iter(b_weights.items())))
     result["files left"] = [str(file) for file in set(SHARED.glob("weightload-*")) - files]
