@@ -22,7 +22,7 @@ from families import cpu_model, versions
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "property"))
 
-BATCH = 500
+BATCH = 200
 """Examples that are drawn with one seed; a failure is found again with the seed of its batch."""
 
 
