@@ -16,6 +16,7 @@ from weightload import (
     StorageChangedError,
     UnexpectedWeightError,
     UnsupportedError,
+    UsageError,
     WeightLoadSession,
     WeightMismatchError,
 )
@@ -240,9 +241,11 @@ def loads(draw, factory, served, first, tried, poisoned, *, last=False):
     if last or not names:
         return load
     _widen(draw, load)
-    if not initial and draw(st.sampled_from([False] * 4 + [True])):
+    if draw(st.sampled_from([False] * 4 + [True])):
         load.early = (draw(st.integers(0, len(chunks) - 1)), draw(st.integers(0, 20)))
-        load.excuses.add(IncompleteLoadError)
+        load.excuses |= {IncompleteLoadError, UsageError}
+        if initial:  # which does not know yet what all comes
+            load.excuses |= {DuplicateWeightError, WeightMismatchError}
     if draw(st.booleans()):
         _break(draw, load, model, initial)
     return load
