@@ -246,7 +246,7 @@ def loads(draw, factory, served, first, tried, poisoned, *, last=False):
         load.early = (draw(st.integers(0, len(chunks) - 1)), draw(st.integers(0, 20)))
         load.excuses |= {IncompleteLoadError, UsageError}
         if initial:  # which does not know yet what all comes
-            load.excuses |= {DuplicateWeightError, WeightMismatchError}
+            load.excuses |= {DuplicateWeightError, UnexpectedWeightError, WeightMismatchError}
     if draw(st.booleans()):
         _break(draw, load, model, initial)
     return load
