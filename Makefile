@@ -2,6 +2,7 @@
 #
 #   ARGS    is passed on to pytest, as in: make test ARGS="-k ledger -x"
 #   JOBS    is how many processes run tests; 0 runs them in pytest's own, for a debugger
+#   EXAMPLES and WRITE are for make fuzz: how many, and a folder for the results
 #   PYTHON  is the interpreter of a new environment (default: python3.11, else python3)
 #   TORCH   is the torch of a new environment, as in: make TORCH=torch==2.13.0+cpu test
 
@@ -26,7 +27,7 @@ export VLLM_NO_USAGE_STATS ?= 1
 BIN := .venv/bin
 CORE_TESTS = $(wildcard tests/unit tests/property tests/contract)
 
-.PHONY: help setup demo test test-core check format lock clean
+.PHONY: help setup demo test test-core fuzz check format lock clean
 
 help:  ## list what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,6 +46,13 @@ test-core: .venv-core/.ready  ## run the core's tests where there is no vLLM to 
 		! .venv-core/bin/python -c "import $$name" 2>/dev/null || { echo "$$name is here"; exit 1; }; \
 	done
 	@.venv-core/bin/python -m pytest $(CORE_TESTS) $(ARGS)
+
+EXAMPLES ?= 20000
+WRITE ?=
+
+fuzz: .venv/.ready  ## load random models in random ways, and say what was covered
+	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/fuzz.py --examples $(EXAMPLES) --jobs $(JOBS) \
+		$(if $(WRITE),--write $(WRITE)) $(ARGS)
 
 check: .venv/.ready  ## check format, lint and types
 	@$(BIN)/ruff format --check .

@@ -399,11 +399,6 @@ W28 Versions are mixed and layers are on meta while a load goes on.
 
 _DEVICE = "its kernels need a device that tests do not have; where tensors go is the same as in "
 UNTESTED = {
-    "A02": f"{_DEVICE}A10",
-    "A03": f"{_DEVICE}A10",
-    "A05": f"{_DEVICE}A10",
-    "A06": f"{_DEVICE}A14",
-    "A13": f"{_DEVICE}A01",
     "A16": f"{_DEVICE}A01",
     "B06": f"{_DEVICE}frameworks-L",
 }

@@ -18,7 +18,7 @@ from weightload.intake import Intake, finite, wide_floats
 from weightload.layer import Unit
 from weightload.ledger import Region, full_region, meet, uncovered
 from weightload.observer import Watched, WriteObserver
-from weightload.record import StagedSlot, make_record
+from weightload.record import StagedSlot, make_record, slots_of
 from weightload.storage import TensorSpec, select, storage_key
 
 __all__ = ["Arrivals"]
@@ -69,9 +69,25 @@ class Arrivals:
             self._by_watched.pop(id(entry.watched), None)
             self.observer.forget(entry.watched)
             entry.watched = None
-        left = self.observer.watch(entry.tensor)
+        self._close(entry.tensor, entry)
+
+    def _close(self, tensor: torch.Tensor, entry: Entry) -> None:
+        left = self.observer.watch(tensor)
         if left is not None:
             self._closed[left.storage] = entry
+
+    def end_of_first(self, unit: Unit) -> None:
+        """Refuse further writes to what a hook of a first load has read, and to what it made."""
+        for module in unit.modules.values():
+            for section, key, tensor in slots_of(module):
+                for entry in unit.entries:
+                    if (module, section, key) in entry.slots:
+                        known = self._load.by_tensor.get(id(tensor))
+                        if known is None:
+                            self._close(tensor, entry)
+        for hook in unit.hooks:
+            for entry in hook.reads if hook.attempted else ():
+                self.end(entry)
 
     def before_touch(self, storage: int) -> None:
         """Give a twin its memory before the first operation on it."""

@@ -144,12 +144,20 @@ class Completeness:
         )
 
     def check_complete(self, unit: Unit, hook: Hook) -> None:
-        """Check that everything came that a hook is going to read, in a reload.
+        """Check that everything came that a hook is going to read.
+
+        A first load cannot tell padding from a part that never came, but it knows of what nothing
+        came at all.
 
         Raises:
             IncompleteLoadError: something did not.
         """
         reads = unit.reads if hook.rule.role is Role.QUANT else hook.reads
-        absent = [e for e in reads if not e.complete or self._names_missing(e)]
-        if unit.staged and absent:
+        if self._load.initial:
+            absent = [e for e in reads if self._is_missing(e)]
+        elif unit.staged:
+            absent = [e for e in reads if not e.complete or self._names_missing(e)]
+        else:
+            absent = []
+        if absent:
             raise self.incomplete(absent)

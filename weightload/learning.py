@@ -175,7 +175,9 @@ class Learning:
                 make_record(module).tainted.discard((section, name))
             if entry.touched and named and not self._load.partial:
                 for module, section, name in entry.slots:
-                    make_record(module).sources[section, name] = entry.ledger.written
+                    sources = make_record(module).sources
+                    stayed = sources.get((section, name), {}) if entry.kept else {}
+                    sources[section, name] = {**stayed, **entry.ledger.written}
             if entry.gaps is None and named:
                 for module, section, name in entry.slots:
                     record = make_record(module)

@@ -210,13 +210,9 @@ def _view_in(room: Tensor, like: Tensor, offset: int) -> Tensor:
 
 
 def _write(target: Tensor, source: Tensor) -> None:
-    """Copy, also into a tensor that was expanded, and into one made in inference mode."""
+    """Copy, also into a tensor that was expanded: many elements, one place in memory."""
     if target.layout is torch.strided and storage_key(target) is not None:
         for dim, (size, step) in enumerate(zip(target.shape, target.stride(), strict=True)):
             if step == 0 and size > 1:
                 target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
-    if target.is_inference():
-        with torch.inference_mode():
-            target.copy_(source)
-    else:
-        target.copy_(source)
+    target.copy_(source)

@@ -71,6 +71,8 @@ class Processing:
         unit = self.board.unit_of(module)
         self.board.completeness.check_complete(unit, hook)
         self.run(unit, [hook])
+        if not unit.staged and not unit.committed:
+            self.board.arrivals.end_of_first(unit)
         return True
 
     def run(self, unit: Unit, hooks: list[Hook]) -> None:

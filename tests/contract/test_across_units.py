@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from weightload import (
     Framework,
@@ -27,7 +28,7 @@ from weightload.testing import (
     outputs,
     toy_framework,
 )
-from weightload.testing.kernels import Processed
+from weightload.testing.kernels import Processed, ProcessedState
 from weightload.testing.layers import WIDTH, InPlaceLinear, Linear, parameter
 
 
@@ -308,8 +309,37 @@ def test_a_hook_waits_for_what_it_reads_in_other_layers(reader, order, commit):
         bench.check_finished(session)
 
 
+class Table(Processed):
+    """Its hook makes a table, as a plain attribute."""
+
+    def process_weights_after_loading(self):
+        self.table = self.weight.detach().sum(0)
+
+    def forward(self, x):
+        return torch.tanh(functional.linear(x, self.weight)) * self.table
+
+
+class TableReader(ProcessedState):
+    """Its hook reads what the hook of another layer made, and none of its weights."""
+
+    def __init__(self, other):
+        super().__init__()
+        self.others = (other,)
+
+    def process_weights_after_loading(self):
+        self.total = self.others[0].table.sum()
+
+    def forward(self, x):
+        return torch.tanh(functional.linear(x, self.weight)) + self.total
+
+
+def with_table():
+    table = Table()
+    return ToyModel(TableReader(table), table)
+
+
 @pytest.mark.parametrize("commit", ["stream", "atomic"])
-@pytest.mark.parametrize("toy", [TOYS["derived"], *READERS.values()])
+@pytest.mark.parametrize("toy", [TOYS["derived"], with_table, *READERS.values()])
 def test_a_load_of_some_names_runs_the_hooks_that_read_them(toy, commit):
     """Also those of layers that nothing was brought for; or it says what has to come as well."""
     bench = Bench(toy)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from weightload import (
+    DuplicateWeightError,
     IncompleteLoadError,
     ProcessingError,
     Scope,
@@ -13,7 +14,15 @@ from weightload import (
     WeightMismatchError,
     poison_of,
 )
-from weightload.testing import TOYS, Bench, check_equal, make_state, toy_framework
+from weightload.testing import (
+    TOYS,
+    Bench,
+    LoadingModel,
+    check_equal,
+    layers,
+    make_state,
+    toy_framework,
+)
 
 COMMITS = ("stream", "atomic")
 
@@ -253,3 +262,31 @@ def test_a_whole_set_can_be_checked_before_any_of_it_is_sent(commit):
     session.finish()
     bench.serves = good
     bench.check_finished(session)
+
+
+EARLY = {
+    "nothing came yet": [],
+    "one shard of two came": ["layers.0.weight/0"],
+}
+
+
+@pytest.mark.parametrize("packed", [layers.InterleavedLinear, layers.ScatteredLinear])
+@pytest.mark.parametrize("case", EARLY)
+def test_what_comes_after_a_hook_was_asked_for_too_early_is_refused(case, packed):
+    """The hook of a first load would pack what was constructed, and what comes then is not packed."""
+    factory = lambda: LoadingModel(packed(packed=True), layers.Linear())  # noqa: E731
+    model, state = factory(), make_state(factory, 1)
+    session = WeightLoadSession(model, framework=toy_framework())
+    session.prepare()
+
+    def ask_too_early():
+        session.load({name: state[name] for name in EARLY[case]})
+        session.process_quant(model.layers[0])
+        session.load({name: state[name] for name in state if name not in EARLY[case]})
+
+    with pytest.raises((IncompleteLoadError, DuplicateWeightError)) as caught:
+        ask_too_early()
+    assert "layers.0." in str(caught.value)
+    with WeightLoadSession(model, framework=toy_framework()) as again:
+        again.load(state)
+    check_equal(model, factory, state)

@@ -256,6 +256,16 @@ def test_what_may_stay_away_keeps_its_value(bench, case, commit):
     check_equal(bench.model, mixed, bench.state(3))
 
 
+@pytest.mark.parametrize("commit", COMMITS)
+def test_a_shard_that_stayed_away_is_still_known_by_its_name(bench, commit):
+    """The load that went without it does not unlearn which part it fills."""
+    absent, new, newer = ["layers.1.weight/1"], bench.state(2), bench.state(3)
+    with bench.session(scope=Scope.full(allow_missing=absent), commit=commit) as session:
+        session.load({name: new[name] for name in new if name not in absent})
+    load_only(bench, absent, newer, commit=commit).finish()
+    check_equal(bench.model, mixed, together(new, newer, absent))
+
+
 def test_what_may_stay_away_may_come(bench):
     with bench.session(scope=Scope.full(allow_missing=["*"])) as session:
         session.load(bench.state(2))

@@ -562,7 +562,7 @@ def test_scratch_that_a_forward_pass_made_is_not_the_hooks_and_stays(commit):
         assert bench.model.layers[0].scratch is scratch
 
 
-@pytest.mark.holds("A14")
+@pytest.mark.holds("A06", "A14")
 @each_commit
 def test_scratch_on_a_kernel_that_is_made_anew_is_refused_under_strict_storage(commit):
     """A graph writes to it, and the new kernel will allocate its own; so it must be named."""

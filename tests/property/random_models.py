@@ -144,7 +144,7 @@ def run_load(subject, load):
     error = _perform(subject, session, load)
     armed = subject.framework.disarm()
     if session.state is SessionState.FINISHED:
-        _check_nothing_was_wrong(load, armed, poison)
+        _check_nothing_was_wrong(subject, load, armed, poison)
         subject.finished(session, load)
         return "finished", load
     note(f"{session!r}: {type(error).__name__}: {error}")
@@ -250,7 +250,7 @@ def _process_early(session, index):
         require(not call(module), "a hook ran twice in one session")
 
 
-def _check_nothing_was_wrong(load, armed, poison):
+def _check_nothing_was_wrong(subject, load, armed, poison):
     """Check that a load that was finished had no fault, or one that did not matter."""
     if load.fault in ("hook fails", "hook fails half way", "hook misfits"):
         require(armed, "a hook failed and nobody noticed")

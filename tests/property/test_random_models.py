@@ -14,7 +14,7 @@ from trees import KINDS, REFERRING, ROOTS, TABLE, Recipe
 from weightload import Scope, WeightLoadSession
 from weightload.testing import check_equal, kernels, layers, make_state, toy_framework
 
-EXAMPLES = 5 * settings.default.max_examples
+EXAMPLES = 12 * settings.default.max_examples
 
 
 def test_a_load_gives_what_a_fresh_load_gives_or_is_refused():
@@ -27,7 +27,7 @@ def test_a_load_gives_what_a_fresh_load_gives_or_is_refused():
         run_example(data.draw, coverage)
 
     every_example()
-    if EXAMPLES < 300:
+    if EXAMPLES < 700:
         return
     seen = {group for group, outcome in coverage if "refused" in outcome or "aborted" in outcome}
     assert {f"fault: {fault}" for fault in FAULTS} - seen == set(), "a fault that nobody noticed"

@@ -580,7 +580,7 @@ def test_a_parameter_that_is_a_wrapper_stays_a_parameter():
             "layer: inner tensor 'data_': dtype torch.int8 became torch.int16",
         ),
         (
-            Packed(torch.ones(2, dtype=torch.int8), torch.ones(3)),
+            Packed(torch.full((2,), 9, dtype=torch.int8), torch.ones(3)),
             "layer: inner tensor 'scale': shape (1,) became (3,)",
         ),
         (torch.ones(2), "layer: type Packed became Tensor"),

@@ -172,8 +172,8 @@ def test_an_expanded_tensor_is_written_once():
 def test_tensors_made_in_inference_mode_are_written():
     """What a forward pass made there cannot be written outside, except by asking for it."""
     with torch.inference_mode():
-        live, new = torch.zeros(3), torch.ones(3)
-    pairs, _ = added((live, new))
+        live = torch.zeros(3)
+    pairs, _ = added((live, torch.ones(3)))
     pairs.copy()
     assert torch.equal(live, torch.ones(3))
 
