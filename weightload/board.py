@@ -16,8 +16,8 @@ from weightload.framework import Framework
 from weightload.intake import Intake
 from weightload.layer import Hook, Unit
 from weightload.learning import Learning
-from weightload.ledger import Region, RegionLedger, full_region
-from weightload.partial import gaps_outside, select_units
+from weightload.ledger import Region, RegionLedger, full_region, meet
+from weightload.partial import gaps_outside, names_of, select_units
 from weightload.rebound import ReboundAttributes
 from weightload.record import (
     ModuleRecord,
@@ -205,7 +205,10 @@ class Board:
                     continue
                 gaps = self._gaps_of(module, section, name, tensor)
                 whole = [full_region(tensor.shape)]
-                if self._load.partial and gaps == whole:
+                wanted = self._load.intake.wanted
+                if wanted is not None and not wanted & names_of(
+                    record or ModuleRecord(), section, name
+                ):
                     continue
                 spec = TensorSpec.of(tensor, shared.setdefault(key, new_group()))
                 seeds = [
@@ -275,6 +278,7 @@ class Board:
                     sources={} if record is None else record.sources.get((section, key), {}),
                 )
                 self.arrivals.watch(entry)
+                self._note_optional(entry)
                 self._load.entries.append(entry)
                 self._load.by_tensor[id(tensor)] = entry
                 if unit is not None:
@@ -283,6 +287,12 @@ class Board:
         for unit in self.units:
             self._find_reads(unit, ids)
             self.arrivals.guard(unit)
+
+    def _note_optional(self, entry: Entry) -> None:
+        """Note the names that have come, and that a load may leave out all the same."""
+        for region, name in entry.sources.items() if entry.gaps else ():
+            if name is not None and any(meet(region, gap) for gap in entry.gaps or ()):
+                self._load.intake.optional.add(name)
 
     def _find_reads(self, unit: Unit, ids: Collection[int]) -> None:
         """Enter what must be complete before the hooks of ``unit`` may run."""

@@ -94,6 +94,7 @@ class Intake:
         broadcast: names of tensors that a loader spread over a larger place.
         unclaimed: tensors that filled something in the load that made the model, and nothing now.
         dropped: names that came, and that the scope allows to drop.
+        optional: names that have come before, and that a load may leave out all the same.
         verification: what is compared at the end, if that was asked for.
     """
 
@@ -111,6 +112,7 @@ class Intake:
     broadcast: set[str] = attrs.field(factory=set)
     unclaimed: dict[str, torch.Tensor] = attrs.field(factory=dict)
     dropped: set[str] = attrs.field(factory=set)
+    optional: set[str] = attrs.field(factory=set)
     verification: Verification | None = None
     _held: dict[str, torch.Tensor] = attrs.field(factory=dict)
     _found_finite: dict[str, int] = attrs.field(factory=dict)
@@ -146,6 +148,10 @@ class Intake:
             if not finite(tensor):
                 self._refuse_values(name, tensor)
             self._found_finite[name] = id(tensor)
+
+    def rehearses(self, name: str) -> bool:
+        """Whether nobody waits for ``name``, so that its place has to be found before the load."""
+        return self.manifest is not None and (name not in self.manifest or name in self.optional)
 
     def drops(self, name: str) -> bool:
         """Whether the model has no place for ``name``, and the scope allows that it comes."""

@@ -104,6 +104,8 @@ def select_units(
 
 
 def _reads(unit: Unit, touched: set[int]) -> bool:
+    if any(hook.rule.role is Role.DERIVED for hook in unit.hooks):
+        return True
     read: list[nn.Module] = list(unit.modules.values())
     for hook in unit.hooks:
         read += hook.module.modules()

@@ -42,7 +42,7 @@ def check_pairs(board: Board, model: nn.Module, intake: Intake, pairs: list[Any]
                 f"{name!r} stands twice in one source. Send each tensor once.", name=name
             )
         names.add(name)
-        if intake.manifest is not None and name not in intake.manifest:
+        if intake.rehearses(name):
             unknown.append(pair)
     _rehearse(board, model, intake, unknown)
 
@@ -74,9 +74,10 @@ def check_set(
         intake.check_form(name, shape, dtype)
         if intake.check_finite and isinstance(value, torch.Tensor):
             intake.check_pair(name, value)
-        if name in manifest:
-            known += 1
-        elif isinstance(value, torch.Tensor):
+        known += name in manifest
+        if not intake.rehearses(name):
+            continue
+        if isinstance(value, torch.Tensor):
             unknown.append((name, value))
         elif getter is not None:
             unknown.append((name, getter(name)))

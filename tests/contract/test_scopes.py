@@ -13,6 +13,7 @@ from weightload import (
     UnsupportedError,
     UsageError,
     WeightLoadSession,
+    WeightMismatchError,
     poison_of,
     weights_version,
 )
@@ -414,6 +415,44 @@ def test_a_callback_may_compute_with_a_part_that_is_new(bench):
     load_only(bench, ["layers.0.weight"], bench.state(2), **options).finish()
     state = together(bench.state(1), bench.state(2), ["layers.0.weight"])
     assert identical(seen[0], expected(mixed, state))
+
+
+def test_an_atomic_part_writes_nothing_live_where_loaders_write_no_plain_region():
+    """The loader writes by index, and refuses another type in the middle of the load."""
+    bench = Bench(lambda: LoadingModel(layers.Linear(), layers.ScatteredLinear(packed=False)))
+    new = bench.state(2)
+    names = [name for name in new if name.startswith("layers.1")]
+    sent = {name: new[name] for name in names}
+    sent[names[1]] = sent[names[1]].double()
+    session = bench.open(scope=Scope.only(names), commit="atomic")
+    with pytest.raises(WeightMismatchError) as caught:
+        session.load(iter(sent.items()))
+    assert session.state is SessionState.ABORTED
+    bench.check_ended(session, caught.value)
+
+
+@pytest.mark.parametrize("commit", COMMITS)
+def test_an_optional_tensor_that_came_before_is_waited_for(commit):
+    """The layer is processed when its weight has come; its scale stands last in the mapping."""
+    bench = Bench(lambda: LoadingModel(layers.Linear(), layers.DefaultScaleLinear()))
+    for seed in (2, 3, 4):
+        state = {**bench.state(seed), "layers.1.scale": torch.tensor([float(seed)])}
+        bench.reload(state, commit=commit)
+        forms = {name: (tuple(t.shape), t.dtype) for name, t in state.items()}
+        session = bench.open()
+        session.check(forms, complete=True)
+        session.abort()
+    bench.serves = None
+    bench.reload(bench.state(5), commit=commit)
+
+
+def test_what_is_derived_from_all_is_made_again_by_a_part():
+    """The derived layer reads a layer that it does not hold."""
+    bench = Bench(TOYS["derived"])
+    new = bench.state(2)
+    names = [name for name in new if name.startswith("layers.1")]
+    load_only(bench, names, new).finish()
+    check_equal(bench.model, bench.factory, together(bench.state(1), new, names))
 
 
 def test_a_scope_travels_as_plain_data():
