@@ -290,6 +290,8 @@ class Board:
 
     def _note_optional(self, entry: Entry) -> None:
         """Note the names that have come, and that a load may leave out all the same."""
+        if self._load.partial:
+            return  # what is left alone is in kernel format, and nothing of it is optional
         for region, name in entry.sources.items() if entry.gaps else ():
             if name is not None and any(meet(region, gap) for gap in entry.gaps or ()):
                 self._load.intake.optional.add(name)

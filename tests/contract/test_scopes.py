@@ -446,6 +446,16 @@ def test_an_optional_tensor_that_came_before_is_waited_for(commit):
     bench.reload(bench.state(5), commit=commit)
 
 
+def test_a_part_of_a_model_with_packed_layers_of_another_rank_can_be_loaded():
+    """A packed layer that is left alone has other dimensions than its checkpoint format."""
+    from weightload.testing import kernels
+
+    bench = Bench(lambda: LoadingModel(layers.Linear(), kernels.BlockExperts()))
+    load_only(bench, ["layers.0.weight"], bench.state(2)).finish()
+    state = together(bench.state(1), bench.state(2), ["layers.0.weight"])
+    check_equal(bench.model, bench.factory, state)
+
+
 def test_what_is_derived_from_all_is_made_again_by_a_part():
     """The derived layer reads a layer that it does not hold."""
     bench = Bench(TOYS["derived"])

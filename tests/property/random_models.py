@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from loads import (
     FAULTS,
     LOADERS_ERRORS,
+    SEEN_AT_ONCE,
     Interrupt,
     SourceError,
     elsewhere,
@@ -17,6 +18,7 @@ from loads import (
 from trees import recipes
 
 from weightload import (
+    IncompleteLoadError,
     ModelPoisonedError,
     SessionMisnestedError,
     SessionState,
@@ -272,6 +274,10 @@ def _check_reason(subject, load, error, armed, poison):
         allowed.add(StorageChangedError)
     if poison is not None and load.scope.startswith("only"):
         allowed.add(ModelPoisonedError)
+    if load.fault in SEEN_AT_ONCE and may_miss(load.where):
+        allowed.add(UnexpectedWeightError)  # of a name that is new to the model
+    if "SummedState" in repr(subject.model) and load.scope.startswith("only"):
+        allowed.add(IncompleteLoadError)  # what is derived may need more than the part
     if subject.factory.root == "collecting" and load.scope.startswith("only"):
         allowed.add(UnexpectedWeightError)  # nobody knows which name fills a part of no region
     collects = (
