@@ -450,7 +450,7 @@ def test_a_part_of_a_model_with_packed_layers_of_another_rank_can_be_loaded():
     """A packed layer that is left alone has other dimensions than its checkpoint format."""
     from weightload.testing import kernels
 
-    bench = Bench(lambda: LoadingModel(layers.Linear(), kernels.BlockExperts()))
+    bench = Bench(lambda: LoadingModel(layers.Linear(), kernels.BlockExperts(16)))
     load_only(bench, ["layers.0.weight"], bench.state(2)).finish()
     state = together(bench.state(1), bench.state(2), ["layers.0.weight"])
     check_equal(bench.model, bench.factory, state)

@@ -276,6 +276,8 @@ def _check_reason(subject, load, error, armed, poison):
         allowed.add(ModelPoisonedError)
     if load.fault in SEEN_AT_ONCE and may_miss(load.where):
         allowed.add(UnexpectedWeightError)  # of a name that is new to the model
+    if subject.factory.root == "collecting" and load.scope.startswith("stays away"):
+        allowed.add(IncompleteLoadError)  # nobody knows whose name it is that stays away
     if "SummedState" in repr(subject.model) and load.scope.startswith("only"):
         allowed.add(IncompleteLoadError)  # what is derived may need more than the part
     if subject.factory.root == "collecting" and load.scope.startswith("only"):
