@@ -387,7 +387,7 @@ class WeightLoadSession:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        scope, self._block = self._block, None
+        block, self._block = self._block, None
         inner = ownership.current_session()
         misnested = None
         if inner is not None and inner is not self:
@@ -396,8 +396,8 @@ class WeightLoadSession:
                 f"open. Close the inner one first."
             )
         try:
-            if scope is not None:
-                scope.__exit__(None, None, None)
+            if block is not None:
+                block.__exit__(None, None, None)
         except ValueError:  # a context variable is reset where it was set
             misnested = (
                 f"Session {self.id} was closed in another task or context than it was opened in. "

@@ -17,6 +17,7 @@ SERVES = {
     "recovered": "A",
     "an update in two chunks": "B",
     "finished after that": "B",
+    "and the first of them finished": "B",
     "and a complete update": "B",
     "at the end": "A",
 }
@@ -28,6 +29,7 @@ REFUSED = {
     "a finish without a start": "UsageError",
     "an update that is started twice": "ModelBusyError",
     "a step while an update is open": "ModelBusyError",
+    "a cache that cannot be reset": "OSError",
     "reload_weights without a norm": "IncompleteLoadError",
     "a step of a poisoned engine": "ModelPoisonedError",
     "an update that lacks a chunk": "IncompleteLoadError",
@@ -44,12 +46,14 @@ TEXTS = {
     "a finish without a start": "not started, or failed",
     "an update that is started twice": "One session at a time",
     "an update that lacks a chunk": "never arrived whole",
+    "a cache that cannot be reset": "the cache does not answer",
     "an update whose trainer dies": "the trainer is gone",
     "rank 0 alone fails": "this rank is broken",
     "rank 1 alone fails": "this rank is broken",
 }
 
 POISONED = {
+    "a cache that cannot be reset",
     "reload_weights without a norm",
     "a step of a poisoned engine",
     "an update that lacks a chunk",

@@ -402,7 +402,10 @@ class _Job:
                 again: Any = reset
                 done = yield functools.partial(again, reset_running_requests=True)
             if done is False:
-                raise UsageError(f"{reset.__name__} could not drop what it holds.")
+                raise UsageError(
+                    f"{reset.__name__}() could not drop what was computed with the old weights, "
+                    f"because requests hold it. Abort them, and reload again."
+                )
         for callback in self.publish:
             callback(before, version)
         if version is not None and hasattr(self.engine, "set_weight_version"):

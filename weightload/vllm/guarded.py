@@ -14,7 +14,7 @@ from typing import Any
 from weightload.errors import ModelBusyError, UnsupportedError, UsageError
 from weightload.lifecycle import start_reload
 from weightload.ownership import open_session, owner_of, require_usable
-from weightload.vllm import caches, compat
+from weightload.vllm import compat
 from weightload.vllm.vetoes import vetoes_of
 from weightload.vllm.worker import (
     OPERATIONS,
@@ -22,6 +22,7 @@ from weightload.vllm.worker import (
     framework_for,
     gather,
     outcome_of,
+    reset_or_poison,
 )
 
 __all__ = ["guarded", "platform_worker"]
@@ -51,8 +52,8 @@ def require_ready(worker: Any) -> None:
             )
 
 
-def agree(worker: Any, action: Callable[[list[Any]], Any]) -> Any:
-    """Do something that every rank does, and go on only if all of them could.
+def agree(worker: Any, action: Callable[[list[Any]], object]) -> bool:
+    """Do something that every rank does, and say whether all of them could.
 
     Every rank must call this. Where one failed, each aborts its session, and the last rank
     raises that one's error: an executor that gets an exception from an earlier rank leaves the
@@ -63,7 +64,7 @@ def agree(worker: Any, action: Callable[[list[Any]], Any]) -> Any:
         action: is called with a list, and appends the session that it works on.
 
     Returns:
-        What ``action`` returned; ``None`` on the other ranks when one failed.
+        Whether every rank could; ``False`` only on ranks before the last.
 
     Raises:
         WeightLoadError: what the first rank that failed said, on the last rank.
@@ -76,15 +77,12 @@ def agree(worker: Any, action: Callable[[list[Any]], Any]) -> Any:
         mine.pop("exception", None)
         outcomes = compat.gather_from_ranks(mine, size)
     failed = [outcome for outcome in outcomes if "error" in outcome]
-    if not failed:
-        return mine["value"]
-    worker._weightload_failed = True
-    for session in sessions:
+    for session in sessions if failed else ():
         if session.state.open:
             session.abort(failed[0]["error"]["message"])
     if worker.rank == size - 1:
         gather(outcomes)
-    return None
+    return not failed
 
 
 class _Guard:
@@ -94,7 +92,6 @@ class _Guard:
     weight_transfer_engine: Any
     _check_weight_transfer_engine: Callable[[], None]
     _set_draft_weight_update_target: Callable[[], None]
-    _weightload_failed = False
     _weightload_asleep = False
 
     # ------------------------------------------------------------------ running
@@ -161,9 +158,7 @@ class _Guard:
                 OPERATIONS["load_path"](self, weights_path)
             OPERATIONS["seal"](self)
 
-        self._weightload_failed = False
-        agree(self, run)
-        if not self._weightload_failed:
+        if agree(self, run):
             self._weightload_finish(self.get_model())
 
     def start_weight_update(self) -> None:
@@ -187,9 +182,12 @@ class _Guard:
                 run = super(_Guard, self).update_weights  # type: ignore[misc]
                 session.load_through(lambda: run(update_info), exact=True)
 
-        agree(self, receive)
-        if self._weightload_failed:
-            self._weightload_reset()
+        received = False
+        try:
+            received = agree(self, receive)
+        finally:
+            if not received:
+                self._weightload_reset()
 
     def finish_weight_update(self) -> None:
         """Process, commit and verify what the chunks brought, on every rank or on none."""
@@ -206,8 +204,7 @@ class _Guard:
             session.seal()
 
         try:
-            agree(self, seal)
-            if not self._weightload_failed:
+            if agree(self, seal):
                 self._weightload_finish(target)
         finally:
             self._weightload_reset()
@@ -232,9 +229,7 @@ class _Guard:
                 engine.model, engine.model_config = target
                 raise
 
-        self._weightload_failed = False
-        agree(self, start)
-        if not self._weightload_failed:
+        if agree(self, start):
             self._weight_update_active = True
             self._weight_update_is_draft = draft
 
@@ -248,12 +243,15 @@ class _Guard:
             if session is not None:
                 sessions.append(session)
                 session.finish()
-            caches.reset_in_worker(self, NATIVE_CACHES)
+            reset_or_poison(self, NATIVE_CACHES)
 
-        agree(self, finish)
-        if self._weightload_failed:
-            # Some ranks may have the new weights; together they are a mixture.
-            OPERATIONS["poison"](self, "another rank could not finish")
+        finished = False
+        try:
+            finished = agree(self, finish)
+        finally:
+            if not finished:
+                # Some ranks may have the new weights; together they are a mixture.
+                OPERATIONS["poison"](self, "a rank could not finish")
 
     def _weightload_reset(self) -> None:
         self._weight_update_active = False

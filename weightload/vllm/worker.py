@@ -39,6 +39,7 @@ __all__ = [
     "framework_for",
     "gather",
     "outcome_of",
+    "reset_or_poison",
     "run_operation",
     "worker_extension",
 ]
@@ -155,8 +156,20 @@ def _seal(worker: Any) -> Any:
 
 def _finish(worker: Any, reset: Iterable[str] = caches.ALL) -> Any:
     receipt = finish_reload(worker.get_model()).to_plain()
-    caches.reset_in_worker(worker, reset)
+    reset_or_poison(worker, reset)
     return {**receipt, "rank": worker.rank}
+
+
+def reset_or_poison(worker: Any, names: Iterable[str]) -> None:
+    """Reset a worker's sides of caches after a load; poison if one cannot be reset.
+
+    What it holds was computed with the old weights, and would be served with the new ones.
+    """
+    try:
+        caches.reset_in_worker(worker, names)
+    except Exception as error:
+        _poison(worker, f"a cache could not be reset ({type(error).__name__}: {error})")
+        raise
 
 
 def _abort(worker: Any, cause: str = "aborted by the caller", opener: str | None = None) -> Any:

@@ -65,6 +65,17 @@ class Worker(guarded(platform_worker())):
         cls = {"file": FileTransfer, "direct": DirectTransfer}[kind]
         self.weight_transfer_engine = cls(self.get_model(), self.model_config)
 
+    def break_caches(self):
+        """Let the last rank's side of a cache fail."""
+        if self.rank == self.vllm_config.parallel_config.world_size - 1:
+            self.model_runner.reset_mm_cache = self._fail
+
+    def _fail(self):
+        raise OSError("the cache does not answer")
+
+    def mend_caches(self):
+        vars(self.model_runner).pop("reset_mm_cache", None)
+
     def break_rank(self, rank):
         if self.rank == rank:
             model = self.get_model()
@@ -169,7 +180,14 @@ def run(family, folder, ranks):
     recover(a_path)
     rpc("start_weight_update")
     attempt("an update that is started twice", lambda: rpc("start_weight_update"))
-    rpc("weightload_abort")
+    halves[0]()
+    halves[1]()
+    attempt("and the first of them finished", lambda: rpc("finish_weight_update"))
+    recover(a_path)
+    rpc("break_caches")
+    attempt("a cache that cannot be reset", lambda: rpc("reload_weights", weights_path=str(b_path)))
+    rpc("mend_caches")
+    recover(a_path)
     if ranks == 1:
         rpc("start_weight_update")
         attempt("a step while an update is open", run_a_step)
