@@ -11,6 +11,7 @@ from weightload.errors import (
     CheckpointFileError,
     DuplicateWeightError,
     EngineLostError,
+    FleetError,
     IncompleteLoadError,
     InvalidTransitionError,
     ModelBusyError,
@@ -27,6 +28,7 @@ from weightload.errors import (
     WeightLoadError,
     WeightMismatchError,
 )
+from weightload.fleet import Fleet
 from weightload.framework import Framework, default_registry
 from weightload.lifecycle import abort_reload, finish_reload, start_reload
 from weightload.ownership import (
@@ -39,6 +41,7 @@ from weightload.ownership import (
 )
 from weightload.receipt import Names, Receipt
 from weightload.registry import ModuleRegistry, ModuleRule, Role
+from weightload.replica import FleetReceipt, Replica, Standing
 from weightload.scope import Scope
 from weightload.session import WeightLoadSession
 from weightload.states import SessionState
@@ -53,6 +56,9 @@ __all__ = [
     "CheckpointFileError",
     "DuplicateWeightError",
     "EngineLostError",
+    "Fleet",
+    "FleetError",
+    "FleetReceipt",
     "Framework",
     "IncompleteLoadError",
     "InvalidTransitionError",
@@ -65,10 +71,12 @@ __all__ = [
     "Poison",
     "ProcessingError",
     "Receipt",
+    "Replica",
     "Role",
     "Scope",
     "SessionMisnestedError",
     "SessionState",
+    "Standing",
     "StorageChangedError",
     "UnclassifiedModuleError",
     "UnexpectedWeightError",

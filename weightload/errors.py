@@ -20,6 +20,7 @@
     │   └── VerificationError           a live tensor does not hold what was sent
     ├── ModelPoisonedError          the model holds a mixture of old and new weights
     ├── EngineLostError             a process of the engine has ended
+    ├── FleetError                  not every engine of a fleet has the new weights
     └── UnsupportedError            refused before any write
 
 Exceptions that a *source* raises while it yields tensors are not wrapped: they reach the caller
@@ -39,6 +40,7 @@ __all__ = [
     "CheckpointFileError",
     "DuplicateWeightError",
     "EngineLostError",
+    "FleetError",
     "IncompleteLoadError",
     "InvalidTransitionError",
     "ModelBusyError",
@@ -194,6 +196,14 @@ class ModelPoisonedError(WeightLoadError):
 
 class EngineLostError(WeightLoadError):
     """A process of the engine has ended, so the engine is lost; only a new one can go on."""
+
+
+class FleetError(WeightLoadError):
+    """Not every engine of a fleet has the new weights; ``facts["replicas"]`` says which has what.
+
+    ``model_intact`` is true if every one of them still serves what it served. The error of the
+    engine that failed is the cause.
+    """
 
 
 class UnsupportedError(WeightLoadError):

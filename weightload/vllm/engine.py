@@ -5,15 +5,13 @@ from __future__ import annotations
 import functools
 import os
 import uuid
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable
+from contextlib import closing
 from inspect import isawaitable, iscoroutinefunction
-from pathlib import Path
 from typing import Any
 
 import attrs
-import torch
 
-from weightload.bucket import BucketWriter
 from weightload.errors import (
     EngineLostError,
     ModelPoisonedError,
@@ -22,16 +20,16 @@ from weightload.errors import (
     VerificationError,
     WeightLoadError,
 )
-from weightload.intake import Intake, pairs_of
+from weightload.outcomes import gather
 from weightload.receipt import Receipt
 from weightload.scope import Scope
+from weightload.sending import Weights, is_folder, operations
 from weightload.vllm import caches, compat
 from weightload.vllm.liveness import Liveness
-from weightload.vllm.worker import gather, run_operation
+from weightload.vllm.worker import run_operation
 
 __all__ = ["areload", "reload"]
 
-Weights = str | Path | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | None
 Version = str | int | None
 Publish = Callable[[Version, Version], object]
 Veto = Callable[[Any], str | None]
@@ -40,7 +38,7 @@ Steps = Generator[Callable[[], Any], Any, Any]
 
 def reload(
     llm: Any,
-    weights: Weights = None,
+    weights: Weights | None = None,
     *,
     version: Version = None,
     commit: str = "stream",
@@ -114,7 +112,7 @@ def reload(
 
 async def areload(
     engine: Any,
-    weights: Weights = None,
+    weights: Weights | None = None,
     *,
     version: Version = None,
     commit: str = "stream",
@@ -284,7 +282,7 @@ class _Job:
     front: Any
     engine: Any
     reach: _Reach
-    weights: Weights
+    weights: Weights | None
     options: dict[str, Any]
     caches: tuple[str, ...]
     publish: tuple[Publish, ...]
@@ -292,7 +290,7 @@ class _Job:
 
     @classmethod
     def of(
-        cls, front: Any, engine: Any, weights: Weights, version: Version, commit: str,
+        cls, front: Any, engine: Any, weights: Weights | None, version: Version, commit: str,
         scope: Scope | None, check_finite: bool, strict: bool | None, verify: str | None,
         reset_caches: Iterable[str] | bool, publish: Iterable[Publish], veto: Iterable[Veto],
     ) -> _Job:  # fmt: skip
@@ -356,37 +354,17 @@ class _Job:
         return receipts
 
     def _load(self) -> Steps:
-        weights, reach = self.weights, self.reach
-        if weights is None or isinstance(weights, str | Path):
-            path = None if weights is None else str(weights)
-            gather((yield reach.call("load_path", path=path)))
-        elif reach.local:
-            gather((yield reach.call("load", weights=weights)))
-        else:
-            yield from self._send(weights)
-
-    def _send(self, weights: Any) -> Steps:
-        if isinstance(weights, Mapping):
-            if self.options["check_finite"]:
-                intake = Intake(manifest=None, check_finite=True)
-                for name, tensor in weights.items():
-                    intake.check_pair(name, tensor)
-            forms = {
-                name: [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
-                for name, tensor in weights.items()
-            }
-            gather((yield self.reach.call("check", shapes=forms)))
-        writer = BucketWriter()
-        try:
-            for table in writer.fill(pairs_of(weights)):
-                gather((yield self.reach.call("load_bucket", path=writer.path, table=table)))
-        finally:
-            writer.close()
+        if self.reach.local and not is_folder(self.weights):
+            gather((yield self.reach.call("load", weights=self.weights)))
+            return
+        sent = operations(self.weights, check_finite=self.options["check_finite"])
+        with closing(sent):
+            for operation, arguments in sent:
+                gather((yield self.reach.call(operation, **arguments)))
 
     def _compare(self, agreed: list[dict[str, Any]]) -> None:
         """Compare what ranks received, where all of them were sent the same."""
-        sent = self.weights is not None and not isinstance(self.weights, str | Path)
-        if sent and any(one != agreed[0] for one in agreed):
+        if not is_folder(self.weights) and any(one != agreed[0] for one in agreed):
             raise VerificationError(
                 f"Ranks received different tensors: {agreed}. Nothing is published.",
                 agreed=[str(one) for one in agreed],

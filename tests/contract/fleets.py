@@ -1,0 +1,187 @@
+"""A fleet of toy engines, whose calls can fail in every way that calls to another machine can.
+
+The ranks are real models with real sessions, and do what a worker of vLLM does. Only the way to
+them is a toy: it can lose a call or its answer, hang, or end with the engine.
+"""
+
+import threading
+from types import SimpleNamespace
+
+import torch
+from small import Live, Negated, Net
+
+from weightload import EngineLostError, poison_of
+from weightload.ownership import open_session
+from weightload.testing import ToyFault
+from weightload.vllm.worker import run_operation
+
+BUCKET = 4096
+"""Bytes: less than a weight of the toy, so that each comes in a bucket of its own."""
+SIZE = 1100
+LAYERS = 3
+
+
+def toy():
+    """Make a model whose hooks would undo one another, so that a second run is seen."""
+    return Net(*(Negated(SIZE) for _ in range(LAYERS)))
+
+
+STATES = {
+    number: {
+        f"layers.{layer}.weight": torch.arange(SIZE, dtype=torch.float32) + 10 * layer + number
+        for layer in range(LAYERS)
+    }
+    for number in (1, 2, 3, 4)
+}
+"""Checkpoints; every engine is started on the first."""
+
+
+class ToyRank:
+    """One rank: what weightload asks of a worker."""
+
+    vllm_config = model_config = None
+    device = torch.device("cpu")
+
+    def __init__(self, rank):
+        self.rank = rank
+        self.live = Live(toy, STATES[1], version=1)
+        self.model_runner = SimpleNamespace()
+
+    def get_model(self):
+        return self.live.model
+
+    def fail(self, operation):
+        """Let the next operation of that name fail in the engine itself."""
+        model = self.live.model
+        if operation == "start":
+            self._sleep_saved_buffers = {"asleep": True}
+        elif operation in ("check", "load_bucket"):
+            # Also what `check` does first: to look how the model would take the names.
+            model.load_weights = broken
+        elif operation == "seal":
+            model.layers[-1].process_weights_after_loading = broken
+        elif operation == "finish":
+            self.model_runner.reset_encoder_cache = broken
+
+    def mend(self):
+        self._sleep_saved_buffers = None
+        vars(self.live.model).pop("load_weights", None)
+        vars(self.live.model.layers[-1]).pop("process_weights_after_loading", None)
+        self.model_runner = SimpleNamespace()
+
+
+def broken(*args):
+    raise ToyFault("this rank is broken")
+
+
+class ToyReplica:
+    """An engine of two ranks.
+
+    Attributes:
+        paused: whether it computes nothing.
+        version: what it says that it has.
+        log: every step that it was asked for.
+    """
+
+    def __init__(self, name, ranks=2):
+        self.name = name
+        self.ranks = [ToyRank(rank) for rank in range(ranks)]
+        self.paused = False
+        self.version = 1
+        self.log = []
+        self.dead = False
+        self.awake = threading.Event()
+        self._fault = None
+
+    def plan(self, step, kind, countdown=0):
+        """Let something happen when it is asked for a step for the ``countdown``-th time.
+
+        Args:
+            step: an operation, ``"pause"``, ``"publish"`` or ``"resume"``.
+            kind: ``"fails"`` in the last rank; the ``"call is lost"``, or the ``"answer is
+                lost"``; it ``"hangs"``; it ``"dies before"`` or ``"dies after"`` it.
+            countdown: how many of these steps go well.
+        """
+        self._fault = step, kind, countdown
+        self.awake.clear()
+
+    def mend(self):
+        """Let everything go well from now on, and whoever hangs go on."""
+        self._fault = None
+        self.awake.set()
+        for rank in self.ranks:
+            rank.mend()
+
+    def call(self, operation, **arguments):
+        return self._step(
+            operation, lambda: [run_operation(rank, operation, **arguments) for rank in self.ranks]
+        )
+
+    def pause(self):
+        self._step("pause", lambda: setattr(self, "paused", True))
+
+    def publish(self, version):
+        self._step("publish", lambda: setattr(self, "version", version))
+
+    def resume(self):
+        self._step("resume", lambda: setattr(self, "paused", False))
+
+    def _step(self, step, act):
+        if self.dead:
+            raise EngineLostError("its process has ended", model_intact=False)
+        self.log.append(step)
+        kind = self._due(step)
+        if kind == "call is lost":
+            raise ConnectionError("connection reset")
+        if kind == "dies before":
+            self._die()
+        if kind == "hangs":
+            self.awake.wait()
+        if kind == "fails":
+            if step in ("pause", "publish", "resume"):
+                broken()
+            self.ranks[-1].fail(step)
+        value = act()
+        if kind == "answer is lost":
+            raise ConnectionError("connection reset")
+        if kind == "dies after":
+            self._die()
+        return value
+
+    def _due(self, step):
+        if self._fault is None or self._fault[0] != step:
+            return None
+        _, kind, countdown = self._fault
+        self._fault = (step, kind, countdown - 1) if countdown else None
+        return None if countdown else kind
+
+    def _die(self):
+        self.dead = True
+        raise EngineLostError("its process has ended", model_intact=False)
+
+    # ------------------------------------------------------------------ looking
+
+    def serves(self):
+        """Return the number of the checkpoint that it serves, ``None`` if it refuses.
+
+        Raises:
+            AssertionError: it serves something else, such as a mixture.
+        """
+        models = [rank.live.model for rank in self.ranks]
+        if self.dead or self.paused or any(poison_of(model) for model in models):
+            return None
+        if any(open_session(model) for model in models):
+            return None
+        for number, state in STATES.items():
+            try:
+                for rank in self.ranks:
+                    rank.live.equals(state)
+            except AssertionError:
+                continue
+            return number
+        raise AssertionError(f"{self.name} serves no checkpoint as a whole")
+
+
+def replaced(replica):
+    """Return an engine that was started anew on the first checkpoint, if this one is lost."""
+    return ToyReplica(replica.name, len(replica.ranks)) if replica.dead else replica
