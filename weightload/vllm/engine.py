@@ -14,6 +14,7 @@ import attrs
 
 from weightload.errors import (
     EngineLostError,
+    ModelBusyError,
     ModelPoisonedError,
     UnsupportedError,
     UsageError,
@@ -199,7 +200,7 @@ class _Turn:
         return steps.send(self.value)
 
 
-class _Reach:
+class Reach:
     """How operations get to the workers of an engine.
 
     Attributes:
@@ -207,14 +208,14 @@ class _Reach:
         intact: whether, after a failure, all ranks have said that their model is whole.
     """
 
-    def __init__(self, front: Any, *, local: bool, prefix: str | None) -> None:
+    def __init__(self, rpc: Callable[..., Any], *, local: bool, prefix: str | None) -> None:
         self.local = local
         self.intact = False
-        self._front = front
+        self._rpc = rpc
         self._prefix = prefix
 
     @classmethod
-    def of(cls, front: Any, vllm_config: Any, core: Any) -> _Reach:
+    def of(cls, front: Any, vllm_config: Any, core: Any) -> Reach:
         """Find out.
 
         Raises:
@@ -223,8 +224,12 @@ class _Reach:
         """
         parallel = vllm_config.parallel_config
         in_process = hasattr(core, "engine_core")
+        rpc = front.collective_rpc
         if in_process and not compat.engine_processes(core) and parallel.world_size == 1:
-            return cls(front, local=True, prefix=None)
+            return cls(rpc, local=True, prefix=None)
+        if compat.data_parallel_cores(core) > 1:
+            # The engine's own method returns what the first of its cores says, and no other.
+            rpc = compat.rpc_to_all_cores(core)
         backend = parallel.distributed_executor_backend
         if backend not in ("mp", "uni", None):
             raise UnsupportedError(
@@ -234,13 +239,13 @@ class _Reach:
         for name in (parallel.worker_extension_cls, parallel.worker_cls):
             prefix = _prefix_of(name)
             if prefix is not None:
-                return cls(front, local=False, prefix=prefix)
+                return cls(rpc, local=False, prefix=prefix)
         if not in_process and os.environ.get("VLLM_ALLOW_INSECURE_SERIALIZATION") != "1":
             raise UnsupportedError(
                 "The engine's workers are in other processes and have no weightload methods. "
                 "Start the engine with worker_extension_cls='weightload.vllm.WorkerExtension'."
             )
-        return cls(front, local=False, prefix=None)
+        return cls(rpc, local=False, prefix=None)
 
     def call(self, operation: str, **arguments: Any) -> Callable[[], Any]:
         """Return the call that asks every worker for an operation."""
@@ -249,7 +254,7 @@ class _Reach:
             method = f"{self._prefix}_{operation}"
         else:
             arguments = {"operation": operation, "local": self.local, **arguments}
-        return functools.partial(self._front.collective_rpc, method, kwargs=arguments)
+        return functools.partial(self._rpc, method, kwargs=arguments)
 
 
 def _prefix_of(qualified: str | None) -> str | None:
@@ -281,7 +286,7 @@ class _Job:
 
     front: Any
     engine: Any
-    reach: _Reach
+    reach: Reach
     weights: Weights | None
     options: dict[str, Any]
     caches: tuple[str, ...]
@@ -300,7 +305,7 @@ class _Job:
         job = cls(
             front=front,
             engine=engine,
-            reach=_Reach.of(front, engine.vllm_config, engine.engine_core),
+            reach=Reach.of(front, engine.vllm_config, engine.engine_core),
             weights=weights,
             options={
                 "version": version,
@@ -373,21 +378,11 @@ class _Job:
     def _announce(self, before: Version) -> Steps:
         """Drop what was computed with the old weights, and tell everybody the new version."""
         version = self.options["version"]
-        for reset in caches.engine_resets(self.front, self.engine, self.caches):
-            done = yield reset
-            if done is False:
-                # Requests hold blocks; they are computed again under the new weights.
-                again: Any = reset
-                done = yield functools.partial(again, reset_running_requests=True)
-            if done is False:
-                raise UsageError(
-                    f"{reset.__name__}() could not drop what was computed with the old weights, "
-                    f"because requests hold it. Abort them, and reload again."
-                )
+        yield from dropping(self.front, self.engine, self.caches)
         for callback in self.publish:
             callback(before, version)
-        if version is not None and hasattr(self.engine, "set_weight_version"):
-            yield functools.partial(self.engine.set_weight_version, str(version))
+        if version is not None:
+            yield from naming(self.engine, version)
 
     def _give_up(self, error: BaseException, opener: str, finished: list[Any]) -> Steps:
         """End what was begun on every rank, and find out whether all are intact."""
@@ -407,6 +402,36 @@ class _Job:
             error.model_intact = error.model_intact and not poisoned
 
 
+def dropping(front: Any, engine: Any, names: Iterable[str]) -> Steps:
+    """Drop what the engine's own side has computed with the old weights.
+
+    Args:
+        front: an ``LLM`` or ``AsyncLLM``.
+        engine: what is behind it.
+        names: which caches, of :data:`weightload.vllm.caches.ALL`.
+
+    Raises:
+        UsageError: requests hold what is to be dropped.
+    """
+    for reset in caches.engine_resets(front, engine, names):
+        done = yield reset
+        if done is False:
+            # Requests hold blocks; they are computed again under the new weights.
+            again: Any = reset
+            done = yield functools.partial(again, reset_running_requests=True)
+        if done is False:
+            raise UsageError(
+                f"{reset.__name__}() could not drop what was computed with the old weights, "
+                f"because requests hold it. Abort them, and reload again."
+            )
+
+
+def naming(engine: Any, version: str | int) -> Steps:
+    """Let the engine say that it has this version, if it has a place for that."""
+    if hasattr(engine, "set_weight_version"):
+        yield functools.partial(engine.set_weight_version, str(version))
+
+
 class Door:
     """Stands in the place of an engine's ``add_request`` while the engine must not serve.
 
@@ -414,35 +439,42 @@ class Door:
     to run, the last line of defence, takes the engine down.
     """
 
-    def __init__(self, engine: Any, cause: str) -> None:
+    def __init__(self, engine: Any) -> None:
         self._own = vars(engine).get("add_request")
         self._asynchronous = iscoroutinefunction(engine.add_request)
-        self._cause = cause
+        self._refusal: Callable[[], WeightLoadError] = _busy
         vars(engine)["add_request"] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse.
 
         Raises:
-            ModelPoisonedError: always.
+            WeightLoadError: always.
         """
         return self._refuse_later() if self._asynchronous else self._refuse()
 
     def _refuse(self) -> Any:
-        raise ModelPoisonedError(
-            f"The engine must not serve: a reload failed ({self._cause}) after it had written "
-            f"live weights. Reload a complete set of weights first.",
-            model_intact=False,
-        )
+        raise self._refusal()
 
     async def _refuse_later(self) -> Any:
         self._refuse()
 
     @classmethod
-    def close(cls, engine: Any, error: BaseException) -> None:
-        """Let ``engine`` take no request."""
+    def hold(cls, engine: Any) -> None:
+        """Let ``engine`` take no request while its weights are replaced."""
         if not isinstance(vars(engine).get("add_request"), cls):
-            cls(engine, f"{type(error).__name__}: {error}")
+            cls(engine)
+
+    @classmethod
+    def close(cls, engine: Any, error: BaseException) -> None:
+        """Let ``engine`` take no request after ``error`` has left it with a mixture."""
+        cause = f"{type(error).__name__}: {error}"
+        cls.hold(engine)
+        vars(engine)["add_request"]._refusal = lambda: ModelPoisonedError(
+            f"The engine must not serve: a reload failed ({cause}) after it had written live "
+            f"weights. Reload a complete set of weights first.",
+            model_intact=False,
+        )
 
     @classmethod
     def open(cls, engine: Any) -> None:
@@ -454,3 +486,10 @@ class Door:
             del vars(engine)["add_request"]
         else:
             vars(engine)["add_request"] = door._own
+
+
+def _busy() -> WeightLoadError:
+    return ModelBusyError(
+        "The engine takes no requests: an update of its weights is under way, or was left "
+        "without an end. Update it again."
+    )
