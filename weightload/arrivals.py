@@ -322,11 +322,11 @@ class Arrivals:
                 )
             return
         known = intake.manifest is not None and name in intake.manifest
-        if self._load.initial or known or torch.can_cast(source.dtype, target.dtype):
+        if self._load.initial or known or _wider_integer(source.dtype, target.dtype):
             return
         raise WeightMismatchError(
             f"{name!r} brings {source.dtype} for {entry.names[0]!r}, which holds {target.dtype}. "
-            f"Values are cast only between floats of 16 bits or more.",
+            f"Values are cast only between floats of 16 bits or more, and to wider integers.",
             name=name,
             expected=str(target.dtype),
             found=str(source.dtype),
@@ -373,3 +373,10 @@ class Arrivals:
         for entry, region in self._expected:
             entry.gaps = without(entry.ledger.shape, entry.gaps or (), [region])
         self._expected.clear()
+
+
+def _wider_integer(found: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether both are integers, or bool, and ``wanted`` holds all values of ``found``."""
+    if any(one.is_floating_point or one.is_complex for one in (found, wanted)):
+        return False
+    return torch.promote_types(found, wanted) == wanted

@@ -337,15 +337,18 @@ class Board:
             return missing
         allowed = {id(entry) for entry in missing if self.completeness.may_miss(entry)}
         lost = [entry for entry in missing if id(entry) not in allowed]
+        seen = self._load.intake.seen.keys()
         for entry in missing:
             if id(entry) in allowed and entry.staging is not None and not entry.packed:
-                self._fill_from_live(entry)
                 allowed.discard(id(entry))
+                if entry.shared.ordered and entry.shared.names & seen:
+                    lost.append(entry)  # nobody knows which part of it has come
+                else:
+                    self._fill_from_live(entry)
         for unit in self.units:
             absent = [e for e in unit.entries if e.staging is not None and id(e) in allowed]
             if not absent:
                 continue
-            seen = self._load.intake.seen.keys()
             whole = not any(
                 e.ledger.touched or e.shared.names & seen for e in (*unit.entries, *unit.reads)
             )

@@ -461,6 +461,22 @@ def test_an_optional_tensor_that_may_stay_away_keeps_its_value(commit):
         check_equal(bench.model, bench.factory, new)
 
 
+def test_a_part_that_is_written_by_index_does_not_let_the_rest_stay_away_in_an_atomic_load():
+    """Nobody knows which rows came, so that the others could not be kept."""
+    bench = Bench(lambda: LoadingModel(layers.Linear(), layers.ScatteredLinear(packed=False)))
+    scope = Scope.full(allow_missing=["*"])
+    session = bench.open(commit="atomic", scope=scope)
+    session.load({"layers.1.weight/1": bench.state(2)["layers.1.weight/1"]})
+    with pytest.raises(IncompleteLoadError, match=r"layers\.1\.weight"):
+        session.finish()
+    bench.check_ended(session)
+    session = bench.open(scope=scope)
+    session.load({"layers.1.weight/1": bench.state(2)["layers.1.weight/1"]})
+    session.finish()
+    state = together(bench.state(1), bench.state(2), ["layers.1.weight/1"])
+    check_equal(bench.model, bench.factory, state)
+
+
 @pytest.mark.parametrize("commit", COMMITS)
 def test_an_optional_tensor_that_is_packed_with_others_may_not_stay_away_alone(commit):
     """The hook has made the scale a number: it cannot be kept beside a weight that is new."""
