@@ -9,6 +9,7 @@ copied once, and every tensor that looks at them is pointed to the copy.
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
@@ -181,7 +182,7 @@ class Loans:
         try:
             found = _unique(
                 value
-                for value in (*self.places(), *gc.get_objects())
+                for value in itertools.chain(self.places(), gc.get_objects())
                 if issubclass(type(value), Tensor) and storage_key(value) in by_key
             )
             hidden = _hidden(found)
