@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 import attrs
 import torch
@@ -23,6 +23,7 @@ from weightload.record import (
     ModuleRecord,
     SharedRegions,
     Slot,
+    SourceFact,
     StagedSlot,
     made_by_hooks,
     make_record,
@@ -91,6 +92,16 @@ class Board:
         self._members: dict[int, Unit] = {}
         self._marks: list[tuple[str, Slot, Fingerprint]] = []
         self._stale_keys: dict[int, list[int]] = {}
+
+    @property
+    def entries(self) -> list[Entry]:
+        """The tensors that the load fills."""
+        return self._load.entries
+
+    @property
+    def manifest(self) -> Mapping[str, SourceFact] | None:
+        """The source names of the load that made the model, if they are known."""
+        return self._load.intake.manifest
 
     # ------------------------------------------------------------------ opening
 

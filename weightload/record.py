@@ -29,6 +29,7 @@ __all__ = [
     "StagedSlot",
     "read_by",
     "record_of",
+    "remove_record",
 ]
 
 _ATTRIBUTE = "_weightload_record"
@@ -338,6 +339,11 @@ def make_record(module: nn.Module) -> ModuleRecord:
         record = ModuleRecord()
         vars(module)[_ATTRIBUTE] = record
     return record
+
+
+def remove_record(module: nn.Module) -> None:
+    """Forget what is known about ``module``."""
+    vars(module).pop(_ATTRIBUTE, None)
 
 
 def made_by_hooks(module: nn.Module) -> Iterator[tuple[int, str, str]]:
