@@ -30,7 +30,7 @@ from weightload.errors import (
     VerificationError,
     WeightLoadError,
 )
-from weightload.lanes import Lane, ask_all
+from weightload.calling import Lane, ask_all
 from weightload.outcomes import gather
 from weightload.receipt import Receipt
 from weightload.replica import FleetReceipt, Replica, Standing, Version

@@ -1,100 +1,104 @@
-"""Makes calls to many others at once, to each in order, and waits no longer than it was told to."""
+"""Keeps a load on one stream of its device, in order with the streams that sources work on.
+
+A source may write on streams of its own, and make them current while it is iterated. What it wrote
+must be there when the loaders read it, and must be read before it writes there again.
+"""
 
 from __future__ import annotations
 
-import threading
-import time
-from collections import deque
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["Lane", "ask_all"]
+import attrs
+import torch
+
+__all__ = ["Lane", "accelerator"]
 
 
+def accelerator() -> Any | None:
+    """Return torch's module for the device with streams, if one is in use in this process."""
+    return torch.cuda if torch.cuda.is_initialized() else None
+
+
+@attrs.define(eq=False, repr=False)
 class Lane:
-    """Calls to one of them, one after another, in a thread that lives while there are any.
+    """The stream that the loaders of one session work on.
 
-    A call that is not waited for any longer goes on, and what is asked for meanwhile is done after
-    it: nothing overtakes. The thread does not keep the process alive.
+    All that a session does is done on one stream, the one that was current when it first loaded:
+    so its memory belongs to that stream, and its steps are in order, whatever is current in
+    later calls.
 
-    Args:
-        name: what the other is called.
+    Attributes:
+        api: returns what has ``current_stream``, ``set_stream`` and ``Event``, as ``torch.cuda``
+            has; ``None`` where there are no streams.
+        single_stream: wait for the device where otherwise an event would do.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self._lock = threading.Lock()
-        self._calls: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
-        self._running = False
+    api: Callable[[], Any | None] = accelerator
+    single_stream: bool = False
+    _home: Any = None
+    _away: Any = None
 
-    @property
-    def busy(self) -> bool:
-        """Whether a call is under way."""
-        return self._running
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Work on the session's stream inside the block; all of it is done when the block ends.
 
-    def ask(self, call: Callable[[], Any]) -> Future[Any]:
-        """Make ``call`` after all those that were asked for before."""
-        answer: Future[Any] = Future()
-        with self._lock:
-            self._calls.append((answer, call))
-            if not self._running:
-                self._running = True
-                threading.Thread(
-                    target=self._work, name=f"weightload-{self.name}", daemon=True
-                ).start()
-        return answer
+        That the host waits is what makes it safe to reuse a buffer after ``load`` has returned,
+        also for another process, which knows nothing of this one's streams.
+        """
+        api = self.api()
+        if api is None:
+            yield
+            return
+        outside = api.current_stream()
+        if self._home is None:
+            self._home = outside
+        home = self._home
+        self._follow(api, home, outside)
+        api.set_stream(home)
+        try:
+            yield
+        finally:
+            self._away = None
+            api.set_stream(outside)
+            home.synchronize()
 
-    def _work(self) -> None:
-        last = False
-        while not last:
-            with self._lock:
-                answer, call = self._calls.popleft()
-            value, error = None, None
-            try:
-                value = call()
-            except BaseException as raised:
-                error = raised
-            # Who waits for the last answer must find the lane free.
-            with self._lock:
-                last = not self._calls
-                self._running = not last
-            if error is None:
-                answer.set_result(value)
-            else:
-                answer.set_exception(error)
+    def _follow(self, api: Any, later: Any, earlier: Any) -> None:
+        """Let ``later`` wait for what is on ``earlier`` now."""
+        if later != earlier:
+            event = api.Event()
+            event.record(earlier)
+            later.wait_event(event)
 
+    def arrived(self, tensor: torch.Tensor) -> None:
+        """Order the loaders after the source, which has just given ``tensor``."""
+        api = self.api()
+        if api is None or self._home is None:
+            return
+        source = api.current_stream()
+        if self.single_stream:
+            source.synchronize()
+        if source != self._home:
+            self._away = source
+            self._follow(api, self._home, source)
+            if tensor.device.type != "cpu":
+                tensor.record_stream(self._home)
+            api.set_stream(self._home)
 
-def ask_all(
-    lanes: Iterable[Lane], make: Callable[[str], Any], *, what: str, seconds: float
-) -> dict[str, Any]:
-    """Call ``make(name)`` on every lane at once; return what each gave, or the exception.
+    def asking(self, tensor: torch.Tensor | None) -> None:
+        """Order the source, which is about to be asked for the next, after the loaders.
 
-    A lane on which an earlier call is still under way is asked too, and not waited for.
-
-    Args:
-        lanes: whom to ask.
-        make: what to do for one of them.
-        what: what that is, for the message.
-        seconds: how long to wait for all of them together.
-
-    Returns:
-        By name. Who did not answer in time has a ``TimeoutError``.
-    """
-    late: dict[str, bool] = {}
-    answers: dict[str, Future[Any]] = {}
-    for lane in lanes:
-        late[lane.name] = lane.busy
-        answers[lane.name] = lane.ask(lambda name=lane.name: make(name))  # type: ignore[misc]
-    began = time.monotonic()
-    wait([answer for name, answer in answers.items() if not late[name]], timeout=seconds)
-    found: dict[str, Any] = {}
-    for name, answer in answers.items():
-        if answer.done():
-            found[name] = answer.exception() or answer.result()
-        elif late[name]:
-            found[name] = TimeoutError(f"{what} waits for an earlier call, which has no answer yet")
-        else:
-            waited = time.monotonic() - began
-            found[name] = TimeoutError(f"{what} had no answer within {waited:.1f} s")
-    return found
+        Args:
+            tensor: what it gave last.
+        """
+        api = self.api()
+        if api is None or self._home is None:
+            return
+        pinned = tensor is not None and tensor.device.type == "cpu" and tensor.is_pinned()
+        if self.single_stream or pinned:  # the host may write to pinned memory past all streams
+            self._home.synchronize()
+        if self._away is not None:
+            self._follow(api, self._away, self._home)
+            api.set_stream(self._away)
+            self._away = None
