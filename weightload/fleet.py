@@ -23,6 +23,7 @@ from typing import Any
 
 import attrs
 
+from weightload.calling import Lane, ask_all
 from weightload.errors import (
     EngineLostError,
     FleetError,
@@ -30,7 +31,6 @@ from weightload.errors import (
     VerificationError,
     WeightLoadError,
 )
-from weightload.calling import Lane, ask_all
 from weightload.outcomes import gather
 from weightload.receipt import Receipt
 from weightload.replica import FleetReceipt, Replica, Standing, Version
