@@ -284,6 +284,9 @@ class Fleet:
         for name, standing in standings.items():
             if name not in failed:
                 standings[name] = attrs.evolve(standing, new=True)
+            elif standing.state == "serves" and name in published:
+                why = f"it may have stayed paused: {failed[name]}"
+                standings[name] = attrs.evolve(standing, new=True, why=why)
             elif standing.state == "serves":
                 why = f"it stays paused: {failed[name]}"
                 standings[name] = Standing(state="refuses", why=why)

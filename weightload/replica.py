@@ -49,7 +49,7 @@ class Standing:
             if it does not answer, so that it is not known.
         version: of the weights that it serves.
         new: whether these are the weights of this update.
-        why: why it does not serve.
+        why: why it does not serve, or may not.
     """
 
     state: str
@@ -58,10 +58,9 @@ class Standing:
     why: str | None = None
 
     def __str__(self) -> str:
-        if self.state == "serves":
-            which = "the new weights" if self.new else "the weights that it had"
-            return f"serves {which} (version {self.version!r})"
+        which = "the new weights" if self.new else "the weights that it had"
         text = {
+            "serves": f"serves {which} (version {self.version!r})",
             "busy": "refuses, because a session is open on it",
             "refuses": "refuses to serve",
             "lost": "is lost",

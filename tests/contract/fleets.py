@@ -4,6 +4,9 @@ The ranks are real models with real sessions, and do what a worker of vLLM does.
 them is a toy: it can lose a call or its answer, hang, or end with the engine.
 """
 
+import multiprocessing
+import os
+import signal
 import threading
 from types import SimpleNamespace
 
@@ -15,6 +18,8 @@ from weightload.ownership import open_session
 from weightload.testing import ToyFault
 from weightload.vllm.worker import run_operation
 
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["weightload.vllm.worker"])
 BUCKET = 4096
 """Bytes: less than a weight of the toy, so that each comes in a bucket of its own."""
 SIZE = 1100
@@ -91,7 +96,7 @@ class ToyReplica:
         self.log = []
         self.dead = False
         self.awake = threading.Event()
-        self._fault = None
+        self._faults = []
 
     def plan(self, step, kind, countdown=0):
         """Let something happen when it is asked for a step for the ``countdown``-th time.
@@ -102,12 +107,12 @@ class ToyReplica:
                 lost"``; it ``"hangs"``; it ``"dies before"`` or ``"dies after"`` it.
             countdown: how many of these steps go well.
         """
-        self._fault = step, kind, countdown
+        self._faults.append((step, kind, countdown))
         self.awake.clear()
 
     def mend(self):
         """Let everything go well from now on, and whoever hangs go on."""
-        self._fault = None
+        self._faults = []
         self.awake.set()
         for rank in self.ranks:
             rank.mend()
@@ -116,6 +121,10 @@ class ToyReplica:
         return self._step(
             operation, lambda: [run_operation(rank, operation, **arguments) for rank in self.ranks]
         )
+
+    def call_plain(self, operation, arguments):
+        """Return outcomes that can go to another process."""
+        return [_plain(outcome) for outcome in self.call(operation, **arguments)]
 
     def pause(self):
         self._step("pause", lambda: setattr(self, "paused", True))
@@ -149,11 +158,14 @@ class ToyReplica:
         return value
 
     def _due(self, step):
-        if self._fault is None or self._fault[0] != step:
-            return None
-        _, kind, countdown = self._fault
-        self._fault = (step, kind, countdown - 1) if countdown else None
-        return None if countdown else kind
+        for index, (planned, kind, countdown) in enumerate(self._faults):
+            if planned == step:
+                if countdown:
+                    self._faults[index] = step, kind, countdown - 1
+                    return None
+                del self._faults[index]
+                return kind
+        return None
 
     def _die(self):
         self.dead = True
@@ -185,3 +197,67 @@ class ToyReplica:
 def replaced(replica):
     """Return an engine that was started anew on the first checkpoint, if this one is lost."""
     return ToyReplica(replica.name, len(replica.ranks)) if replica.dead else replica
+
+
+def _run_engine(way):
+    """Be an engine in a process of its own: do what comes, one step after another."""
+    replica = ToyReplica("in its process")
+    replica._die = lambda: os.kill(os.getpid(), signal.SIGKILL)
+    while True:
+        method, arguments = way.recv()
+        try:
+            way.send((True, getattr(replica, method)(**arguments)))
+        except Exception as error:
+            way.send((False, f"{type(error).__name__}: {error}"))
+
+
+def _plain(outcome):
+    return {key: value for key, value in outcome.items() if key != "exception"}
+
+
+class ProcessReplica:
+    """An engine in a process of its own, which can be killed for good."""
+
+    def __init__(self, name):
+        self.name = name
+        self._way, other = PROCESSES.Pipe()
+        self._process = PROCESSES.Process(target=_run_engine, args=(other,), daemon=True)
+        self._process.start()
+        other.close()
+
+    def _do(self, method, **arguments):
+        try:
+            self._way.send((method, arguments))
+            well, value = self._way.recv()
+        except (EOFError, OSError):
+            raise EngineLostError("its process has ended", model_intact=False) from None
+        if not well:
+            raise RuntimeError(value)
+        return value
+
+    def call(self, operation, **arguments):
+        return self._do("call_plain", operation=operation, arguments=arguments)
+
+    def pause(self):
+        self._do("pause")
+
+    def publish(self, version):
+        self._do("publish", version=version)
+
+    def resume(self):
+        self._do("resume")
+
+    def plan(self, step, kind, countdown=0):
+        self._do("plan", step=step, kind=kind, countdown=countdown)
+
+    def serves(self):
+        """Return the number of the checkpoint that it serves, ``None`` if none, or if it is gone."""
+        try:
+            return self._do("serves")
+        except EngineLostError:
+            return None
+
+    def stop(self):
+        self._process.kill()
+        self._process.join()
+        self._way.close()

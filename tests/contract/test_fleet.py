@@ -12,7 +12,7 @@ import time
 
 import pytest
 import torch
-from fleets import BUCKET, LAYERS, SIZE, STATES, ToyReplica, replaced
+from fleets import BUCKET, LAYERS, SIZE, STATES, ProcessReplica, ToyReplica, replaced
 
 from weightload import (
     Fleet,
@@ -207,6 +207,30 @@ def test_a_fault_after_the_decision_costs_the_one_that_has_it(step, countdown, v
             assert time.monotonic() < deadline
         assert replicas[victim].serves() in (None, 2)
     update(replicas, 3, None if kind.startswith("dies") else fleet)
+
+
+# ---------------------------------------------------------------- engines in processes
+
+
+@pytest.mark.parametrize("moment", ["dies before", "dies after"])
+@pytest.mark.parametrize(("step", "countdown"), BEFORE + AFTER)
+def test_an_engine_that_is_killed_takes_no_other_with_it(step, countdown, moment):
+    """``kill -9`` at every step; the one that is started anew comes to the new weights as well."""
+    replicas = [ProcessReplica(name) for name in ("a", "b")]
+    try:
+        replicas[1].plan(step, moment, countdown)
+        with pytest.raises(FleetError) as caught:
+            fleet_of(replicas).update(STATES[2], version=2)
+        expected = 2 if (step, countdown) in AFTER else 1
+        assert check_truth(caught.value, replicas, 1, 2) == ["serves", "lost"]
+        assert served(replicas) == [expected, None]
+        replicas[1].stop()
+        replicas[1] = ProcessReplica("b")
+        fleet_of(replicas).update(STATES[3], version=3)
+        assert served(replicas) == [3, 3]
+    finally:
+        for replica in replicas:
+            replica.stop()
 
 
 # ---------------------------------------------------------------- what is sent

@@ -76,3 +76,32 @@ def test_two_ray_actors_are_updated_together(run_case):
 
     assert max(killed["seconds"], late["seconds"], failed["seconds"]) < 30
     assert case["files left"] == []
+
+
+@pytest.mark.holds("H14")
+def test_a_server_behind_http_and_an_engine_of_this_process_are_updated_together(run_case):
+    """A real server; a request that comes in the middle waits, and gets the new weights' answer."""
+    case = run_case("http_fleet", family="llama", environment=ENVIRONMENT, timeout=400)
+    assert case["A against B"] == "differ", "or else nothing here could fail"
+    assert case["before"] == ["A", "A"]
+    steps = case["steps"]
+    for label, version in (
+        ("to B", "B"),
+        ("to A, from a folder", "A"),
+        ("to B, with a request in the middle", "B"),
+    ):
+        assert steps[label] == {"error": None, "serves": [version, version]}, label
+    assert case["version"] == "1"
+
+    short = steps["without a tensor"]
+    assert "never arrived" in short["error"]
+    assert (short["states"], short["serves"]) == (["serves", "serves"], ["A", "A"])
+
+    assert case["paused"] is True
+    assert case["answered in the middle"] == []
+    assert case["answers"] == ["B"]
+
+    killed = steps["the server is killed"]
+    assert "Nobody listens at" in killed["error"]
+    assert (killed["states"], killed["serves"]) == (["lost", "serves"], ["lost", "B"])
+    assert case["files left"] == []
