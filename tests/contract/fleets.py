@@ -19,7 +19,7 @@ from weightload.testing import ToyFault
 from weightload.vllm.worker import run_operation
 
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["weightload.vllm.worker"])
+PROCESSES.set_forkserver_preload(["weightload.testing", "weightload.vllm.worker", "pytest"])
 BUCKET = 4096
 """Bytes: less than a weight of the toy, so that each comes in a bucket of its own."""
 SIZE = 1100

@@ -212,25 +212,29 @@ def test_a_fault_after_the_decision_costs_the_one_that_has_it(step, countdown, v
 # ---------------------------------------------------------------- engines in processes
 
 
-@pytest.mark.parametrize("moment", ["dies before", "dies after"])
-@pytest.mark.parametrize(("step", "countdown"), BEFORE + AFTER)
-def test_an_engine_that_is_killed_takes_no_other_with_it(step, countdown, moment):
-    """``kill -9`` at every step; the one that is started anew comes to the new weights as well."""
-    replicas = [ProcessReplica(name) for name in ("a", "b")]
+def test_an_engine_that_is_killed_takes_no_other_with_it():
+    """``kill -9`` at one step after another; each time a new one comes to the new weights as well."""
+    a, b = ProcessReplica("a"), ProcessReplica("b")
+    number = 1
     try:
-        replicas[1].plan(step, moment, countdown)
-        with pytest.raises(FleetError) as caught:
-            fleet_of(replicas).update(STATES[2], version=2)
-        expected = 2 if (step, countdown) in AFTER else 1
-        assert check_truth(caught.value, replicas, 1, 2) == ["serves", "lost"]
-        assert served(replicas) == [expected, None]
-        replicas[1].stop()
-        replicas[1] = ProcessReplica("b")
-        fleet_of(replicas).update(STATES[3], version=3)
-        assert served(replicas) == [3, 3]
+        for (step, countdown), moment in itertools.product(
+            (("load_bucket", 1), ("seal", 0), ("finish", 0), ("publish", 0)),
+            ("dies before", "dies after"),
+        ):
+            old, new = number, number % 3 + 2
+            b.plan(step, moment, countdown)
+            with pytest.raises(FleetError) as caught:
+                fleet_of([a, b]).update(STATES[new], version=new)
+            assert check_truth(caught.value, [a, b], old, new) == ["serves", "lost"]
+            assert a.serves() == (new if (step, countdown) in AFTER else old)
+            b.stop()
+            b = ProcessReplica("b")
+            number = new % 3 + 2
+            fleet_of([a, b]).update(STATES[number], version=number)
+            assert served([a, b]) == [number, number]
     finally:
-        for replica in replicas:
-            replica.stop()
+        a.stop()
+        b.stop()
 
 
 # ---------------------------------------------------------------- what is sent
