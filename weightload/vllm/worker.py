@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ from weightload.record import record_of
 from weightload.scope import Scope
 from weightload.vllm import caches
 from weightload.vllm.framework import VllmFramework
+from weightload.vllm.lazy import LazyCheckpoint
 from weightload.vllm.vetoes import vetoes_of
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "framework_for",
     "gather",
     "outcome_of",
+    "poison_model",
     "reset_or_poison",
     "run_operation",
     "worker_extension",
@@ -140,7 +141,7 @@ def _load_path(worker: Any, path: str | None = None) -> Any:
         model_config.revision = None
     headers = _headers(loader, model_config, model)
     if headers is not None:
-        session.check(_Lazy(headers), complete=True)
+        session.check(LazyCheckpoint(headers), complete=True)
     if session.baseline_known:
         session.load(loader.get_all_weights(model_config, model), borrowed=False)
     else:
@@ -183,11 +184,15 @@ def _abort(worker: Any, cause: str = "aborted by the caller", opener: str | None
 
 def _poison(worker: Any, cause: str) -> Any:
     """Mark a model that is whole itself, and does not go with those of the other ranks."""
-    model = worker.get_model()
+    poison_model(worker.get_model(), cause)
+    return None
+
+
+def poison_model(model: nn.Module, cause: str) -> None:
+    """Mark a model that does not go with those of other ranks, unless it is marked already."""
     if poison_of(model) is None:
         poison = Poison(session=0, version=None, step="agree", module=None, cause=cause)
         record_poison(model, poison)
-    return None
 
 
 def _status(worker: Any) -> Any:
@@ -315,47 +320,3 @@ def _headers(loader: Any, model_config: Any, model: nn.Module) -> dict[str, Head
         getattr(model, "allow_patterns_overrides", None),
     )
     return read_headers(sorted(files)) if safetensors else None
-
-
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-"""The names of types in safetensors files (https://huggingface.co/docs/safetensors)."""
-
-
-class _Lazy(Mapping[str, Any]):
-    """Shapes and types of a checkpoint's tensors, and the tensors themselves when they are asked for."""
-
-    def __init__(self, headers: dict[str, Header]) -> None:
-        self._headers = headers
-
-    def __getitem__(self, name: str) -> Any:
-        header = self._headers[name]
-        dtype = _DTYPES.get(header.dtype)
-        return header.shape if dtype is None else (header.shape, dtype)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._headers)
-
-    def __len__(self) -> int:
-        return len(self._headers)
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """Read one tensor."""
-        from safetensors import safe_open
-
-        file: Path = self._headers[name].file
-        with safe_open(file, framework="pt") as opened:
-            found: torch.Tensor = opened.get_tensor(name)
-        return found
