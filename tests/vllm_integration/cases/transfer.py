@@ -1,0 +1,107 @@
+"""One family: a trainer in another process sends its weights to a live engine, in each way there is."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from multiprocessing.connection import Listener
+from pathlib import Path
+
+from common import checkpoints, fresh, main, start
+
+from weightload.vllm.plugin import register
+from weightload.vllm.testing.probe import describe_difference, observe, stop_engine
+
+MIB = 1 << 20
+
+
+class Sender:
+    """The trainer's process, as the engine's process sees it.
+
+    Args:
+        llm: the engine that answers what the trainer asks.
+        paths: checkpoints that the trainer may read.
+    """
+
+    def __init__(self, llm, *paths):
+        self.llm = llm
+        address = os.path.join(tempfile.mkdtemp(prefix="wl"), "pipe")
+        with Listener(address, family="AF_UNIX") as listener:
+            script = str(Path(__file__).with_name("sender.py"))
+            command = [sys.executable, script, address, *map(str, paths)]
+            self.process = subprocess.Popen(command)
+            self._pipe = listener.accept()
+        assert self._pipe.recv()[0] == "ready"
+
+    def do(self, method, **options):
+        """Have the trainer do something, answer what it asks, and return what it raised."""
+        self._pipe.send((method, options))
+        while True:
+            kind, *said = self._pipe.recv()
+            if kind == "done":
+                return None
+            if kind == "failed":
+                return said[0]
+            method, args = said
+            try:
+                self._pipe.send(("value", self.answer(method, args)))
+            except Exception as error:
+                self._pipe.send(("error", f"{type(error).__name__}: {error}"))
+
+    def answer(self, method, args):
+        if method == "init_weight_transfer_engine":
+            args = ({"init_info": args[0]},)
+        elif method == "update_weights":
+            args = ({"update_info": args[0]},)
+        return getattr(self.llm, method)(*args)
+
+    def close(self):
+        self._pipe.close()
+        self.process.wait(20)
+
+
+def run(family, folder, ranks, worker=None):
+    register()
+    options = {}
+    if ranks == 2:
+        options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    a_path, b_path = checkpoints(family, folder)
+    a, b = fresh(family, a_path, **options), fresh(family, b_path, **options)
+    result = {"A against B": describe_difference(a, b), "steps": {}}
+    if worker is not None:
+        options["worker_cls"] = worker
+    ways = {
+        "shm": {"bucket_bytes": MIB},
+        "gloo": {"bucket_bytes": 8 * MIB, "world_size": 1 + ranks, "deadline": 60},
+        "file": {"bucket_bytes": 64 * MIB, "folder": folder},
+    }
+    sender = None
+    for backend, way in ways.items():
+        llm = start(family, a_path, weight_transfer_config={"backend": f"weightload_{backend}"}, **options)
+        if sender is None:
+            sender = Sender(llm, a_path, b_path)
+        sender.llm = llm
+
+        def step(label, version, path, want, **way):
+            raised = sender.do("meet", backend=backend, **way)
+            raised = raised or sender.do("send", path=str(path), version=version)
+            result["steps"][label] = {
+                "raised": raised,
+                "verdict": describe_difference(want, observe(llm)),
+                "version": llm.get_weight_version(),
+                "wanted": version,
+            }
+
+        step(f"{backend}: A to B", "one", b_path, b, **way)
+        # Less than most tensors: they come in parts.
+        step(f"{backend}: B to A, small buckets, atomic", "two", a_path, a,
+             **{**way, "bucket_bytes": 4096, "commit": "atomic"})
+        step(f"{backend}: A to B again", "three", b_path, b, **way)
+        stop_engine(llm)
+        del llm
+    sender.close()
+    return result
+
+
+if __name__ == "__main__":
+    main(run)
