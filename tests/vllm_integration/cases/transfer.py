@@ -60,7 +60,20 @@ class Sender:
         self.process.wait(20)
 
 
-def run(family, folder, ranks, worker=None):
+class Switch:
+    """A worker extension that lets one engine have one transfer engine after another."""
+
+    def switch(self, backend):
+        from vllm.config.weight_transfer import WeightTransferConfig
+        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+        self.weight_transfer_engine.shutdown()
+        self.weight_transfer_engine = WeightTransferEngineFactory.create_engine(
+            WeightTransferConfig(backend=backend), self.vllm_config, self.device, self.get_model()
+        )
+
+
+def run(family, folder, ranks, worker="auto"):
     register()
     options = {}
     if ranks == 2:
@@ -68,38 +81,40 @@ def run(family, folder, ranks, worker=None):
     a_path, b_path = checkpoints(family, folder)
     a, b = fresh(family, a_path, **options), fresh(family, b_path, **options)
     result = {"A against B": describe_difference(a, b), "steps": {}}
-    if worker is not None:
-        options["worker_cls"] = worker
-    ways = {
+    llm = start(
+        family,
+        a_path,
+        weight_transfer_config={"backend": "weightload_shm"},
+        worker_extension_cls="transfer.Switch",
+        worker_cls=worker,
+        **options,
+    )
+    sender = Sender(llm, a_path, b_path)
+
+    def step(label, path, want, **way):
+        raised = sender.do("meet", **way)
+        raised = raised or sender.do("send", path=str(path), version=label)
+        result["steps"][label] = {
+            "raised": raised,
+            "verdict": describe_difference(want, observe(llm)),
+            "version": llm.get_weight_version(),
+        }
+
+    for backend, way in {
         "shm": {"bucket_bytes": MIB},
         "gloo": {"bucket_bytes": 8 * MIB, "world_size": 1 + ranks, "deadline": 60},
         "file": {"bucket_bytes": 64 * MIB, "folder": folder},
-    }
-    sender = None
-    for backend, way in ways.items():
-        llm = start(family, a_path, weight_transfer_config={"backend": f"weightload_{backend}"}, **options)
-        if sender is None:
-            sender = Sender(llm, a_path, b_path)
-        sender.llm = llm
-
-        def step(label, version, path, want, **way):
-            raised = sender.do("meet", backend=backend, **way)
-            raised = raised or sender.do("send", path=str(path), version=version)
-            result["steps"][label] = {
-                "raised": raised,
-                "verdict": describe_difference(want, observe(llm)),
-                "version": llm.get_weight_version(),
-                "wanted": version,
-            }
-
-        step(f"{backend}: A to B", "one", b_path, b, **way)
-        # Less than most tensors: they come in parts.
-        step(f"{backend}: B to A, small buckets, atomic", "two", a_path, a,
-             **{**way, "bucket_bytes": 4096, "commit": "atomic"})
-        step(f"{backend}: A to B again", "three", b_path, b, **way)
-        stop_engine(llm)
-        del llm
+    }.items():
+        llm.collective_rpc("switch", args=(f"weightload_{backend}",))
+        way["backend"] = backend
+        step(f"{backend}, A to B", b_path, b, **way)
+        # Less than most tensors, which come in parts.
+        way = {**way, "bucket_bytes": 4096}
+        step(f"{backend}, back to A in small buckets, atomic", a_path, a, commit="atomic", **way)
+        step(f"{backend}, to B in small buckets", b_path, b, **way)
+        step(f"{backend}, and to A", a_path, a, **way)
     sender.close()
+    stop_engine(llm)
     return result
 
 
