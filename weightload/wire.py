@@ -279,7 +279,7 @@ class BucketReader:
         _require(
             found == record["digest"],
             f"Bucket {self._index} has the digest {found}; expected {record['digest']}. Its bytes "
-            f"or its record were changed on the way.",
+            f"or its record were changed on the way. Nothing of it was loaded.",
         )
         self._chain = _chained(self._chain, found)
         self._index += 1
@@ -382,7 +382,7 @@ class BucketReader:
 
 def _require(holds: bool, otherwise: str) -> None:
     if not holds:
-        raise TransportError(f"{otherwise} Nothing of it was loaded.")
+        raise TransportError(otherwise)
 
 
 def _is_count(value: Any) -> bool:
@@ -422,7 +422,7 @@ def _form(where: str, form: Any) -> tuple[torch.dtype, tuple[int, ...]]:
     shape, name = form
     dtype = getattr(torch, name, None) if isinstance(name, str) else None
     if not isinstance(dtype, torch.dtype):
-        raise TransportError(f"{where} {name!r} is no dtype. Nothing of it was loaded.")
+        raise TransportError(f"{where} {name!r} is no dtype.")
     _require(
         isinstance(shape, list | tuple) and all(_is_count(size) for size in shape),
         f"{where} a shape is a list of whole numbers from 0; found {shape!r}.",

@@ -40,7 +40,6 @@ class Pipe:
 
     def __init__(self, pipe):
         self._pipe = pipe
-        self.changed = {}
 
     def __getattr__(self, method):
         if method.startswith("_"):
@@ -48,8 +47,6 @@ class Pipe:
         return lambda *args: self._ask(method, args)
 
     def _ask(self, method, args):
-        if method in self.changed:
-            args = self.changed[method](*args)
         self._pipe.send(("call", method, args))
         kind, value = self._pipe.recv()
         if kind == "error":

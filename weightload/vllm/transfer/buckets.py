@@ -123,7 +123,7 @@ class BucketEngine(SessionDriven, WeightTransferEngine[Any, Any]):
 
     def _begin(self, session: WeightLoadSession, opening: Any) -> None:
         if self._reader is not None:
-            raise TransportError("The opening came again. Nothing of it was loaded.")
+            raise TransportError("The opening of this update came again.")
         reader = BucketReader(opening, self.memory().numel())
         if reader.forms is not None:
             session.check(reader.forms, complete=True)

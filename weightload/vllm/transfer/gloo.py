@@ -20,7 +20,8 @@ from vllm.distributed.weight_transfer.base import TrainerInitInfo, WeightTransfe
 
 from weightload.errors import TransportError
 from weightload.vllm.transfer.buckets import BucketEngine, BucketUpdateInfo
-from weightload.vllm.transfer.trainer import Pending, SessionTrainer, TransferOptions
+from weightload.vllm.transfer.pending import Pending
+from weightload.vllm.transfer.trainer import SessionTrainer, TransferOptions
 
 __all__ = ["GlooEngine", "GlooInitInfo", "GlooTrainer", "GlooTrainerInitInfo"]
 
@@ -266,7 +267,8 @@ class GlooTrainer(SessionTrainer):
                 said[rank] = store.get(key.format(rank))
                 missing.remove(rank)
             if missing and call.done:
-                call.result(0)
+                with self._noting(f"workers {missing} did not say that they wait"):
+                    call.result(0)
                 raise TransportError(f"The engine answered before workers {missing} did.")
             if missing and time.monotonic() > until:
                 raise TransportError(
@@ -276,6 +278,15 @@ class GlooTrainer(SessionTrainer):
             if missing:
                 time.sleep(_TICK)
         return list(said.values())
+
+    @staticmethod
+    @contextmanager
+    def _noting(what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            error.add_note(f"weightload: {what}.")
+            raise
 
     def shutdown(self) -> None:
         """Leave the group."""
