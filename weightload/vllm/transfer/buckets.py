@@ -107,7 +107,7 @@ class BucketEngine(SessionDriven, WeightTransferEngine[Any, Any]):
         self.fetch(message)
         pairs = reader.take(message.bucket, memory)
         if pairs:
-            session.load(pairs)
+            session.load(pairs, transport=memory)
 
     def weightload_require_all(self) -> None:
         """Raise if the trainer has not closed the update."""

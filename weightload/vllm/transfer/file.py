@@ -100,7 +100,7 @@ class FileEngine(SessionDriven, WeightTransferEngine[Any, Any]):
         session.check(lazy, complete=message.complete)
         if message.version is not None:
             session.version = message.version
-        session.load(lazy.pairs(), borrowed=False)
+        session.load(lazy.pairs(), transport=[])
 
     def receive_weights(self, update_info: Any) -> None:
         """Refuse: messages are taken by ``update_weights`` and need a session."""
