@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weightload.bucket import read_bucket
+from weightload.arena import Arena
 from weightload.errors import UsageError, WeightLoadError
 from weightload.files import Header, checkpoint_folder, read_headers
 from weightload.lifecycle import abort_reload, finish_reload, start_reload
@@ -32,6 +32,7 @@ from weightload.vllm import caches
 from weightload.vllm.framework import VllmFramework
 from weightload.vllm.lazy import LazyCheckpoint
 from weightload.vllm.vetoes import vetoes_of
+from weightload.wire import BucketReader
 
 __all__ = [
     "OPERATIONS",
@@ -123,9 +124,40 @@ def _load(worker: Any, weights: Any) -> Any:
     return None
 
 
-def _load_bucket(worker: Any, path: str, table: list[Any]) -> Any:
-    _session(worker).load(list(read_bucket(path, table)))
+def _open_buckets(worker: Any, where: dict[str, Any], opening: dict[str, Any]) -> Any:
+    """Get ready for what comes in shared memory; what is announced is checked before any write."""
+    session = _session(worker)
+    arena = Arena.open(**where)
+    reader = BucketReader(opening, arena.memory.numel())
+    if reader.forms is not None:
+        session.check(reader.forms, complete=True)
+    session.inbox = arena, reader
     return None
+
+
+def _load_bucket(worker: Any, record: dict[str, Any]) -> Any:
+    session = _session(worker)
+    arena, reader = _inbox(session)
+    pairs = reader.take(record, arena.memory)
+    if pairs:
+        session.load(pairs, transport=arena.memory)
+    return None
+
+
+def _close_buckets(worker: Any, record: dict[str, Any]) -> Any:
+    session = _session(worker)
+    arena, reader = _inbox(session)
+    reader.close(record)
+    arena.close()
+    session.inbox = None
+    return None
+
+
+def _inbox(session: Any) -> tuple[Arena, BucketReader]:
+    if session.inbox is None:
+        raise UsageError("No buckets are expected; call open_buckets first.")
+    inbox: tuple[Arena, BucketReader] = session.inbox
+    return inbox
 
 
 def _load_path(worker: Any, path: str | None = None) -> Any:
@@ -212,7 +244,9 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "start": _start,
     "check": _check,
     "load": _load,
+    "open_buckets": _open_buckets,
     "load_bucket": _load_bucket,
+    "close_buckets": _close_buckets,
     "load_path": _load_path,
     "seal": _seal,
     "finish": _finish,
@@ -258,7 +292,9 @@ def worker_extension(prefix: str) -> type:
     """Make a class for vLLM's ``worker_extension_cls`` whose methods start with ``prefix_``.
 
     Methods: ``start(version=None, commit="stream", ...)`` with the options of a session,
-    ``check(shapes)``, ``load(weights)``, ``load_bucket(path, table)``, ``load_path(path=None)``,
+    ``check(shapes)``, ``load(weights)``, ``load_path(path=None)``, ``open_buckets(where, opening)``,
+    ``load_bucket(record)`` and ``close_buckets(record)`` for what :mod:`weightload.wire` packs into
+    a :class:`weightload.arena.Arena`,
     ``seal()`` (when all ranks have sealed, all may finish), ``finish(reset=...)``,
     ``abort(cause=...)``, ``poison(cause)`` (some ranks finished and others could not) and
     ``status()``. Each returns an outcome; see :func:`gather`. To choose a prefix, give the class

@@ -19,7 +19,7 @@ MIDDLE = 100
 DEADLINE = 20.0
 
 
-class Extension(Switch, WorkerExtension):
+class Faults(Switch):
     """Also lets the loaders of a rank fail, and tells the process of each."""
 
     def break_rank(self, rank):
@@ -41,6 +41,10 @@ class Extension(Switch, WorkerExtension):
 
     def process(self):
         return os.getpid()
+
+
+class Extension(Faults, WorkerExtension):
+    """For vLLM's own worker; the guarded one has these methods."""
 
 
 def lies(kind):
@@ -84,7 +88,7 @@ def run(folder, ranks, worker="auto"):
         a_path,
         load_format="weightload",
         weight_transfer_config={"backend": "weightload_shm"},
-        worker_extension_cls="transfer_faults.Extension",
+        worker_extension_cls=f"transfer_faults.{'Extension' if worker == 'auto' else 'Faults'}",
         worker_cls=worker,
         **options,
     )
