@@ -18,13 +18,16 @@ from weightload.vllm.plugin import register
 from weightload.vllm.testing.probe import DEFAULT_PROMPTS
 from weightload.vllm.transfer import ShmTrainerInitInfo
 
+LONG = 512
+"""Tokens of a sequence: a request of nearly so many is still under way when the pause comes."""
+
 OPTIONS = [
     "--dtype=bfloat16",
     "--enforce-eager",
     "--skip-tokenizer-init",
     "--no-enable-prefix-caching",
     "--no-async-scheduling",
-    "--max-model-len=128",
+    f"--max-model-len={LONG}",
     "--max-num-seqs=4",
     "--max-num-batched-tokens=128",
     "--max-logprobs=20",
@@ -109,7 +112,7 @@ def plain(observation):
 def run(folder):
     register()
     a_path, b_path = checkpoints("llama", folder)
-    a, b = plain(fresh("llama", a_path)), plain(fresh("llama", b_path))
+    a, b = (plain(fresh("llama", path, max_model_len=LONG)) for path in (a_path, b_path))
     server = Server(a_path, sys.stdout)
     known = {json.dumps(a): "A", json.dumps(b): "B"}
 
@@ -134,7 +137,8 @@ def run(folder):
             raised = f"{type(error).__name__}: {error}"
         result["steps"][label] = [raised, serves(), server.version()]
 
-    large, small = trainer(bucket_bytes=1 << 20), trainer(bucket_bytes=4096, commit="atomic")
+    large = trainer(bucket_bytes=1 << 20)
+    small = trainer(bucket_bytes=4096, commit="atomic")
     step("refused: met before another", large, b_path)
     large = trainer(bucket_bytes=1 << 20)
     step("B", large, b_path)
@@ -144,18 +148,20 @@ def run(folder):
     for mode, path in (("abort", b_path), ("wait", a_path), ("keep", b_path)):
         ended = []
         request = threading.Thread(
-            target=lambda ended=ended: ended.append(server.generate(DEFAULT_PROMPTS[0], 90))
+            target=lambda ended=ended: ended.append(server.generate(DEFAULT_PROMPTS[0], LONG - 100))
         )
         request.start()
-        time.sleep(0.3)
+        time.sleep(0.15)
         server.post("pause", params={"mode": mode})
+        under_way = not ended
         small.source = Checkpoint(path)
         small.send_weights(f"paused by {mode}")
         server.post("resume")
         request.join(60)
         [choice] = ended
         result["steps"][f"paused by {mode}"] = [None, serves(), server.version()]
-        result[f"request, {mode}"] = [choice["finish_reason"], len(choice["token_ids"])]
+        count = len(choice["token_ids"])
+        result[f"request, {mode}"] = [choice["finish_reason"], count, under_way]
 
     whole = client.update_weights
 

@@ -21,6 +21,7 @@ class BucketUpdateInfo(WeightTransferUpdateInfo):
     """One message of a trainer: exactly one of the records of :mod:`weightload.wire`, or an abort.
 
     Attributes:
+        met: with an opening: which trainer it is that speaks, as it said at the handshake.
         turn: counts the buckets that this trainer sent, for transports that have to keep in step.
     """
 
@@ -28,6 +29,7 @@ class BucketUpdateInfo(WeightTransferUpdateInfo):
     bucket: Any = None
     closing: Any = None
     abort: str | None = None
+    met: str | None = None
     turn: int | None = None
 
     def __post_init__(self) -> None:
@@ -37,11 +39,16 @@ class BucketUpdateInfo(WeightTransferUpdateInfo):
 
 
 class BucketEngine(SessionDriven, WeightTransferEngine[Any, Any]):
-    """What the engines that receive buckets have in common."""
+    """What the engines that receive buckets have in common.
+
+    Attributes:
+        met: which trainer was met last.
+    """
 
     weightload_checkpoint_format = True
     update_info_cls = BucketUpdateInfo
 
+    met: str | None = None
     _reader: BucketReader | None = None
     _closed = False
 
@@ -89,7 +96,7 @@ class BucketEngine(SessionDriven, WeightTransferEngine[Any, Any]):
     def weightload_receive(self, session: WeightLoadSession, message: BucketUpdateInfo) -> None:
         """Check a message, and load the tensors that it makes complete."""
         if message.opening is not None:
-            self._begin(session, message.opening)
+            self._begin(session, message)
             return
         reader = self._reader
         if reader is None:
@@ -121,10 +128,16 @@ class BucketEngine(SessionDriven, WeightTransferEngine[Any, Any]):
         """Refuse: messages are taken by ``update_weights`` and need a session."""
         raise NotImplementedError("call update_weights")
 
-    def _begin(self, session: WeightLoadSession, opening: Any) -> None:
+    def _begin(self, session: WeightLoadSession, message: BucketUpdateInfo) -> None:
         if self._reader is not None:
             raise TransportError("The opening of this update came again.")
-        reader = BucketReader(opening, self.memory().numel())
+        capacity = self.memory().numel()
+        if message.met != self.met:
+            raise TransportError(
+                f"The trainer {message.met} speaks, and {self.met} has met the engine since. Make a "
+                f"new trainer to meet it again."
+            )
+        reader = BucketReader(message.opening, capacity)
         if reader.forms is not None:
             session.check(reader.forms, complete=True)
         session.version = reader.version

@@ -135,6 +135,7 @@ class GlooEngine(BucketEngine):
             store.wait(["all here"], timedelta(seconds=deadline))
             size, nbytes = init_info.world_size, init_info.bucket_bytes
             self._end = _Group(store, rank, size, nbytes, deadline)
+        self.met = f"{init_info.address}:{init_info.port}"
 
     def weightload_part(self) -> None:
         """Leave the group."""
@@ -217,6 +218,7 @@ class GlooTrainer(SessionTrainer):
         with _naming("A worker"):
             self._end = _Group(store, 0, info.world_size, info.bucket_bytes, info.deadline)
         call.result(info.deadline)
+        self.met = f"{info.address}:{store.port}"
 
     def memory(self) -> torch.Tensor:
         """Return where buckets are packed."""

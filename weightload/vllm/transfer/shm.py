@@ -48,6 +48,7 @@ class ShmEngine(BucketEngine):
         """Open the trainer's memory."""
         before = self._arena
         self._arena = Arena.open(init_info.path, init_info.nbytes, init_info.token)
+        self.met = init_info.path
         if before is not None:
             before.close()
 
@@ -79,6 +80,7 @@ class ShmTrainer(SessionTrainer):
     def meet(self) -> None:
         """Make the memory, and tell the engine where it is."""
         self._arena = Arena.create(self.init_info.bucket_bytes)
+        self.met = self._arena.path
         where = {
             "path": self._arena.path,
             "nbytes": self._arena.memory.numel(),

@@ -80,8 +80,12 @@ class SessionTrainer(TrainerWeightTransferEngine[TrainerInitInfo]):
 
     ``send_weights`` is one update from start to finish. Where it fails, the engine is told to
     abort, and the error is raised.
+
+    Attributes:
+        met: how the engine tells this trainer from others.
     """
 
+    met: str | None = None
     init_info_cls = TrainerInitInfo
 
     def __init__(self, *, client: Any, source: Any, init_info: Any) -> None:
@@ -150,7 +154,7 @@ class SessionTrainer(TrainerWeightTransferEngine[TrainerInitInfo]):
             for one in self.source.metadata()
         }
         writer = BucketWriter(self.memory(), forms=forms, version=weight_version)
-        self.deliver("the opening", {"opening": writer.opening()})
+        self.deliver("the opening", {"opening": writer.opening(), "met": self.met})
         for record in writer.fill(self.source):
             self.deliver(f"bucket {record['index']}", {"bucket": record})
         self.deliver("the closing", {"closing": writer.closing()})
