@@ -12,13 +12,17 @@ from typing import Any
 
 import torch
 
-from weightload.bucket import BucketWriter
+from weightload.arena import Arena
 from weightload.intake import Intake, pairs_of
+from weightload.wire import BucketWriter, forms_of
 
 __all__ = ["Weights", "is_folder", "operations"]
 
 Weights = str | Path | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 Operation = tuple[str, dict[str, Any]]
+
+BUCKET_BYTES = 64 << 20
+"""Size of the memory through which tensors go to other processes; larger ones go in parts."""
 
 
 def is_folder(weights: Any) -> bool:
@@ -37,7 +41,7 @@ def operations(
         weights: a checkpoint folder, ``None`` for the one that the engine was started on, or
             named tensors.
         check_finite: refuse a mapping with NaN or infinity before anything is sent.
-        bucket_bytes: capacity of the shared memory; a tensor that is larger makes it grow.
+        bucket_bytes: size of the shared memory, by default :data:`BUCKET_BYTES`.
 
     Raises:
         WeightMismatchError: see ``check_finite``.
@@ -45,19 +49,18 @@ def operations(
     if weights is None or isinstance(weights, str | Path):
         yield "load_path", {"path": None if weights is None else str(weights)}
         return
-    if isinstance(weights, Mapping):
-        if check_finite:
-            intake = Intake(manifest=None, check_finite=True)
-            for name, tensor in weights.items():
-                intake.check_pair(name, tensor)
-        forms = {
-            name: [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
-            for name, tensor in weights.items()
-        }
-        yield "check", {"shapes": forms}
-    writer = BucketWriter() if bucket_bytes is None else BucketWriter(bucket_bytes)
+    if isinstance(weights, Mapping) and check_finite:
+        intake = Intake(manifest=None, check_finite=True)
+        for name, tensor in weights.items():
+            intake.check_pair(name, tensor)
+    forms = forms_of(weights) if isinstance(weights, Mapping) else None
+    arena = Arena.create(bucket_bytes or BUCKET_BYTES)
     try:
-        for table in writer.fill(pairs_of(weights)):
-            yield "load_bucket", {"path": writer.path, "table": table}
+        writer = BucketWriter(arena.memory, forms=forms)
+        where = {"path": arena.path, "nbytes": arena.memory.numel(), "token": arena.token}
+        yield "open_buckets", {"where": where, "opening": writer.opening()}
+        for record in writer.fill(pairs_of(weights)):
+            yield "load_bucket", {"record": record}
+        yield "close_buckets", {"record": writer.closing()}
     finally:
-        writer.close()
+        arena.close(remove=True)

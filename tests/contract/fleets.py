@@ -20,9 +20,9 @@ from weightload.vllm.worker import run_operation
 
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["weightload.testing", "weightload.vllm.worker", "pytest"])
-BUCKET = 4096
-"""Bytes: less than a weight of the toy, so that each comes in a bucket of its own."""
-SIZE = 1100
+SIZE = 1104
+BUCKET = 4 * SIZE
+"""Bytes of a weight of the toy, so that each comes in a bucket of its own."""
 LAYERS = 3
 
 
@@ -49,6 +49,7 @@ class ToyRank:
 
     def __init__(self, rank):
         self.rank = rank
+        self.misled = None
         self.live = Live(toy, STATES[1], version=1)
         self.model_runner = SimpleNamespace()
 
@@ -60,15 +61,27 @@ class ToyRank:
         model = self.live.model
         if operation == "start":
             self._sleep_saved_buffers = {"asleep": True}
-        elif operation in ("check", "load_bucket"):
-            # Also what `check` does first: to look how the model would take the names.
+        elif operation == "load_bucket":
             model.load_weights = broken
+        elif operation in ("open_buckets", "close_buckets"):
+            self.misled = operation
         elif operation == "seal":
             model.layers[-1].process_weights_after_loading = broken
         elif operation == "finish":
             self.model_runner.reset_encoder_cache = broken
 
+    def hears(self, arguments):
+        """Return what comes of what was said: lies about the memory, or about what was in it."""
+        misled, self.misled = self.misled, None
+        if misled == "open_buckets":
+            return {**arguments, "where": {**arguments["where"], "path": "/nowhere"}}
+        if misled == "close_buckets":
+            record = arguments["record"]
+            return {**arguments, "record": {**record, "tensors": record["tensors"] + 1}}
+        return arguments
+
     def mend(self):
+        self.misled = None
         self._sleep_saved_buffers = None
         vars(self.live.model).pop("load_weights", None)
         vars(self.live.model.layers[-1]).pop("process_weights_after_loading", None)
@@ -119,7 +132,10 @@ class ToyReplica:
 
     def call(self, operation, **arguments):
         return self._step(
-            operation, lambda: [run_operation(rank, operation, **arguments) for rank in self.ranks]
+            operation,
+            lambda: [
+                run_operation(rank, operation, **rank.hears(arguments)) for rank in self.ranks
+            ],
         )
 
     def call_plain(self, operation, arguments):

@@ -31,8 +31,8 @@ NAMES = ("a", "b", "c")
 LAST = LAYERS - 1
 
 BEFORE = (
-    ("pause", 0), ("start", 0), ("check", 0), ("load_bucket", 0), ("load_bucket", 1),
-    ("load_bucket", LAST), ("seal", 0),
+    ("pause", 0), ("start", 0), ("open_buckets", 0), ("load_bucket", 0), ("load_bucket", 1),
+    ("load_bucket", LAST), ("close_buckets", 0), ("seal", 0),
 )  # fmt: skip
 """Steps before the decision, and how many of the same name come before."""
 AFTER = (("finish", 0), ("publish", 0), ("resume", 0))
@@ -143,7 +143,8 @@ def test_none_commits_before_all_have_sealed_and_none_goes_on_before_all_have_co
     update(replicas, 2)
     steps = [step for step, _ in itertools.groupby(order)]
     assert steps == [
-        "status", "pause", "start", "check", *["load_bucket"], "seal", "finish", "publish", "resume",
+        "status", "pause", "start", "open_buckets", "load_bucket", "close_buckets", "seal",
+        "finish", "publish", "resume",
     ]  # fmt: skip
     assert order.count("load_bucket") == 3 * LAYERS
 
@@ -217,9 +218,11 @@ def test_an_engine_that_is_killed_takes_no_other_with_it():
     a, b = ProcessReplica("a"), ProcessReplica("b")
     number = 1
     try:
-        for (step, countdown), moment in itertools.product(
-            (("load_bucket", 1), ("seal", 0), ("finish", 0), ("publish", 0)),
-            ("dies before", "dies after"),
+        for step, countdown, moment in (
+            ("load_bucket", 1, "dies before"),
+            ("seal", 0, "dies after"),
+            ("finish", 0, "dies before"),
+            ("finish", 0, "dies after"),
         ):
             old, new = number, number % 3 + 2
             b.plan(step, moment, countdown)
@@ -293,10 +296,11 @@ def test_engines_that_received_something_else_do_not_commit():
 
     def call(operation, **arguments):
         if operation == "load_bucket":
-            wrong = {name: tensor + 1 for name, tensor in STATES[2].items()}
-            table = arguments.pop("table")
-            name = table[0][0]
-            return whole("load", weights=[(name, wrong[name])], opener=arguments["opener"])
+            name = arguments["record"]["rows"][0][0]
+            wrong = [(name, STATES[2][name] + 1)]
+            return whole("load", weights=wrong, opener=arguments["opener"])
+        if operation == "close_buckets":
+            return [{"rank": rank.rank, "value": None} for rank in other.ranks]
         return whole(operation, **arguments)
 
     other.call = call

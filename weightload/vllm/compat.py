@@ -184,13 +184,14 @@ def recorded_format(module: nn.Module) -> dict[tuple[str, str], torch.Tensor] | 
     return found
 
 
-def gather_from_ranks(value: Any, size: int) -> list[Any]:
+def gather_from_ranks(value: Any) -> list[Any]:
     """Return what every rank of the engine has; each of them must call this."""
     import torch.distributed
     from vllm.distributed import get_world_group
 
-    found: list[Any] = [None] * size
-    torch.distributed.all_gather_object(found, value, group=get_world_group().cpu_group)
+    group = get_world_group()
+    found: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(found, value, group=group.cpu_group)
     return found
 
 
@@ -201,26 +202,69 @@ def engine_config(worker: Any) -> contextlib.AbstractContextManager[Any]:
     return set_current_vllm_config(worker.vllm_config)
 
 
-def why_not_through_sessions(engine: Any) -> str | None:
+def why_not_through_sessions(cls: type, mixin: type) -> str | None:
     """Say why what a transfer engine receives cannot be given to a session, or return ``None``.
 
     Engines that hand tensors in checkpoint format to ``load_weights`` wrap the model's loaders
     when an update starts, and that is how they are told: others write to live tensors.
+
+    Args:
+        cls: the engine's class.
+        mixin: what was put before the class that knows the wire.
     """
-    start = getattr(type(engine), "start_weight_update", None)
+    if getattr(cls, "weightload_checkpoint_format", False):
+        return None
+    wire = next((one for one in cls.__mro__ if not issubclass(one, mixin)), cls)
+    start = getattr(wire, "start_weight_update", None)
     try:
         source = inspect.getsource(start) if start is not None else ""
     except (OSError, TypeError):
         source = ""
-    if getattr(engine, "weightload_checkpoint_format", False):
-        return None
-    if "initialize_layerwise_reload" in source and "_uses_load_weights" not in source:
+    direct = "_uses_load_weights" in source or getattr(wire, "defers_processing", False)
+    if "initialize_layerwise_reload" in source and not direct:
         return None
     return (
-        f"{type(engine).__name__} writes into live tensors past the model's loaders, so nothing "
+        f"{wire.__name__} writes into live tensors past the model's loaders, so nothing "
         f"of what it does can be checked or undone. Use a transport of whole tensors in "
         f"checkpoint format, such as 'nccl' or 'ipc'."
     )
+
+
+def worker_in_construction() -> Any:
+    """Return the worker that constructs a transfer engine; vLLM gives the engine no way to it."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if hasattr(caller, "weight_transfer_engine") and hasattr(caller, "model_runner"):
+            return caller
+        frame = frame.f_back
+    return None
+
+
+def set_update_active(worker: Any, flag: bool) -> None:
+    """Set the flag by which vLLM's worker lets calls to its transfer engine through."""
+    worker._weight_update_active = flag
+
+
+def release_received(engine: Any) -> None:
+    """Let go of the sender's memory, as vLLM's IPC engine does when an update is finished."""
+    importer = getattr(engine, "_packed_importer", None)
+    if importer is not None:
+        importer.close()
+
+
+def register_transfer(backend: str, module: str, engine: str, trainer: str) -> None:
+    """Register both sides of a transport; nothing is done where vLLM has no such engines."""
+    base = "vllm.distributed.weight_transfer.base"
+    home = "vllm.distributed.weight_transfer.factory"
+    if not hasattr(_find(base, "WeightTransferEngine"), "start_weight_update"):
+        return
+    for factory, name in (
+        (_find(home, "WeightTransferEngineFactory"), engine),
+        (_find(home, "WeightTransferTrainerFactory"), trainer),
+    ):
+        if factory is not None and backend not in getattr(factory, "_registry", ()):
+            factory.register_engine(backend, module, name)
 
 
 def captures_graphs(vllm_config: Any, device: torch.device) -> bool:
