@@ -163,12 +163,23 @@ class Fleet:
             return self._standings()
 
     def abort(self, cause: str = "aborted by the caller") -> Standings:
-        """End what an earlier fleet has left open on any engine; return what each does then.
+        """End what an earlier fleet has left open on any engine; return what each has then.
 
-        Engines with complete weights go on to serve them.
+        Engines whose weights are complete compute again, if all of these have the same version.
+        Otherwise the earlier fleet may have been lost while they committed: they stay paused, and
+        an update of all weights makes them one again.
         """
         with self._alone():
-            return self._let_go(cause, opener=None)
+            self._insist("abort", lambda replica: replica.call("abort", cause=cause))
+            standings = self._standings()
+            whole = [name for name, each in standings.items() if each.state == "serves"]
+            if len({standings[name].version for name in whole}) == 1:
+                self._insist("resume", lambda replica: replica.resume(), whole)
+            else:
+                why = "it stays paused, because others have another version"
+                for name in whole:
+                    standings[name] = attrs.evolve(standings[name], state="refuses", why=why)
+            return standings
 
     # ------------------------------------------------------------------ before the decision
 
@@ -222,7 +233,7 @@ class Fleet:
             raise _error(f"Version {version!r} was taken back: {cause}", standings) from cause
         error.add_note(f"weightload: version {version!r} was taken back. {_listed(standings)}.")
 
-    def _let_go(self, cause: str, opener: str | None) -> Standings:
+    def _let_go(self, cause: str, opener: str) -> Standings:
         """End the open session of each engine, and resume those whose weights are complete.
 
         One that is still at something does that when it is done, whenever that is.

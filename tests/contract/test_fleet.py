@@ -425,6 +425,24 @@ def test_the_next_fleet_lets_go_what_a_dead_one_left_sealed(commit):
     update(replicas, 3, fleet)
 
 
+def test_engines_of_which_some_had_committed_stay_paused_until_they_are_one_again():
+    """Their fleet was lost in the middle of the commits: no old weights beside new ones."""
+    replicas = engines()
+    for replica in replicas:
+        replica.pause()
+        replica.call("start", version=2, commit="atomic", opener="gone")
+        replica.call("load", weights=list(STATES[2].items()), opener="gone")
+        replica.call("seal", opener="gone")
+    replicas[0].call("finish", opener="gone")
+    fleet = fleet_of(replicas)
+    standings = fleet.abort()
+    assert [(one.state, one.version) for one in standings.values()] == [
+        ("refuses", 2), ("refuses", 1), ("refuses", 1),
+    ]  # fmt: skip
+    assert served(replicas) == [None] * 3
+    update(replicas, 3, fleet)
+
+
 def test_a_call_that_comes_late_does_nothing_to_the_update_of_somebody_else():
     """The session that it was meant for has ended, and another one is open."""
     replicas = engines()

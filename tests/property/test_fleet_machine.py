@@ -93,6 +93,11 @@ class FleetMachine(RuleBasedStateMachine):
         """The process that held the old one has ended."""
         self.fleet = self.new_fleet()
 
+    @rule()
+    def abort(self):
+        self.fleet.abort()
+        self.serves = {replica.name: replica.serves() for replica in self.replicas}
+
     @rule(number=st.integers(1, 4))
     def update_without_faults(self, number):
         for replica in self.replicas:
@@ -111,6 +116,10 @@ class FleetMachine(RuleBasedStateMachine):
         for replica in getattr(self, "replicas", ()):
             assert replica.serves() == self.serves[replica.name]
 
+    @invariant()
+    def all_that_serve_serve_the_same(self):
+        assert len(set(getattr(self, "serves", {}).values()) - {None}) <= 1
 
-FleetMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=12, deadline=None)
+
+FleetMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=12, deadline=None)
 TestFleet = FleetMachine.TestCase
