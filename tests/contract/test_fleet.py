@@ -22,6 +22,7 @@ from weightload import (
     UsageError,
     VerificationError,
     WeightLoadError,
+    poison_of,
     start_reload,
 )
 
@@ -75,6 +76,7 @@ def check_truth(error, replicas, old, new):
     assert said.keys() == {replica.name for replica in replicas}
     for replica in replicas:
         one = said[replica.name]
+        assert one["state"] == "serves" or not one["new"]
         assert f"{replica.name!r}" in str(error)
         if one["state"] == "serves":
             assert replica.serves() == one["version"] == (new if one["new"] else old)
@@ -199,6 +201,8 @@ def test_a_fault_after_the_decision_costs_the_one_that_has_it(step, countdown, v
             2, 2,
         ]  # fmt: skip
         assert fleet.version is None
+        if step == "finish":
+            assert replicas[victim].version == 1, "it says that it has what it missed"
     fleet.deadline = 60.0
     replicas[victim].mend()
     replicas = [replaced(replica) for replica in replicas]
@@ -285,6 +289,7 @@ def test_a_stream_that_turns_out_bad_is_refused_by_those_who_wrote_it_already():
     with pytest.raises(FleetError) as caught:
         fleet_of(replicas).update(iter(short.items()), version=2, commit="stream")
     assert check_truth(caught.value, replicas, 1, 2) == ["refuses"] * 3
+    assert all(replica.paused for replica in replicas)
     update(replicas, 3)
 
 
@@ -340,6 +345,56 @@ def test_a_lost_engine_is_named_before_anything_is_begun():
     assert "pause" not in replicas[0].log
     update(replicas[:2], 2)
     update([*replicas[:2], ToyReplica("d")], 3)
+
+
+def test_an_engine_that_could_not_publish_refuses_even_if_somebody_resumes_it():
+    """What it had computed with the old weights may still be served with the new ones."""
+    replicas = engines()
+    for _ in range(2):
+        replicas[1].plan("publish", "fails")
+    with pytest.raises(FleetError, match="missed by 'b'") as caught:
+        fleet_of(replicas).update(STATES[2], version=2)
+    assert check_truth(caught.value, replicas, 1, 2) == ["serves", "refuses", "serves"]
+    assert replicas[1].paused
+    for rank in replicas[1].ranks:
+        assert "version 2 was missed" in poison_of(rank.live.model).cause
+    update(replicas, 3)
+
+
+def test_a_session_that_could_not_be_ended_does_not_stand_in_the_way_of_the_next_update():
+    """The engine was out of reach when the update was taken back, and is there again."""
+    replicas = engines()
+    fleet = fleet_of(replicas)
+    replicas[2].plan("seal", "fails")
+    for _ in range(2):
+        replicas[1].plan("abort", "call is lost")
+    with pytest.raises(FleetError) as caught:
+        fleet.update(STATES[2], version=2)
+    assert states_in(caught.value) == ["serves", "lost", "serves"]
+    for replica in replicas:
+        replica.mend()
+    update(replicas, 3, fleet)
+
+
+def test_an_engine_that_somebody_else_takes_first_is_not_set_going():
+    """It was free when it was asked, and had a session when the update was to start."""
+    replicas = engines()
+    other = []
+    whole = replicas[1].pause
+
+    def pause():
+        whole()
+        other.append(start_reload(replicas[1].ranks[0].live.model, version=7))
+
+    replicas[1].pause = pause
+    with pytest.raises(FleetError, match="owned by session") as caught:
+        fleet_of(replicas).update(STATES[2], version=2)
+    assert states_in(caught.value) == ["serves", "busy", "serves"]
+    assert replicas[1].paused
+    assert other[0].state.open
+    other[0].abort()
+    replicas[1].pause = whole
+    update(replicas, 3)
 
 
 def test_an_engine_that_somebody_else_updates_is_left_to_them():
