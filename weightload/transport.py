@@ -157,7 +157,9 @@ class Loans:
             kept = [loan for loan in loans if _is_held(loan, dead)]
             for loan in kept:
                 self._copy(loan)
-            rest = [loan for loan in kept if _is_held(loan, dead)]
+            rest = [
+                loan for loan in kept if _is_held(loan, dead) or _uses_inside(loan.tensor, dead)
+            ]
             del dead
             if rest:
                 self._searches += 1
@@ -189,12 +191,14 @@ class Loans:
         finally:
             if frozen:
                 gc.freeze()
+        value = None
         for value in found:
             loan = by_key.get(storage_key(value))
             if loan is not None and id(value) not in hidden:
                 _repoint(value, _flat_of(loan.tensor))
-        del found
-        lost = [loan.name for loan in loans if _is_held(loan, [])]
+        lost = [loan.name for loan in loans if _uses_inside(loan.tensor, found)]
+        del found, value
+        lost += [loan.name for loan in loans if _is_held(loan, [])]
         if lost:
             raise UnsupportedError(
                 f"{lost[0]!r} was lent to the model's loaders, and something still looks at its "
@@ -303,7 +307,15 @@ def _is_held(loan: Loan, dead: list[object]) -> bool:
     return False
 
 
-def _unique(values: Iterable[Any]) -> list[Tensor]:
+def _uses_inside(tensor: Tensor, views: list[Any]) -> int:
+    """Return how often torch or an extension holds ``tensor``, other than as the base of views."""
+    if _tensor_uses is None:
+        return 1
+    bases = sum(isinstance(view, Tensor) and view._base is tensor for view in _unique(views))
+    return max(0, _tensor_uses(tensor) - 1 - bases)
+
+
+def _unique(values: Iterable[Any]) -> list[Any]:
     return list({id(value): value for value in values}.values())
 
 
@@ -322,7 +334,11 @@ def _hidden(found: list[Tensor]) -> Collection[int]:
     holder = None
     hidden = set()
     for index in range(len(found)):
-        inside = _COUNTED and _tensor_uses is not None and _tensor_uses(found[index]) > 1
-        if _references(found[index]) > seen[id(found[index])] + 1 + inside:
+        counted = seen[id(found[index])] + 1
+        if _uses_inside(found[index], found):
+            hidden.add(id(found[index]))
+        elif _tensor_uses is not None and _COUNTED:
+            counted += _tensor_uses(found[index]) > 1
+        if _references(found[index]) > counted:
             hidden.add(id(found[index]))
     return hidden
