@@ -544,6 +544,7 @@ class WeightLoadSession:
             buffers=buffers_of(transport),
             each=not isinstance(weights, Collection),
             places=lambda: [*self.model.parameters(), *self.model.buffers()],
+            guarded=self._opened().arrivals.observer.guarded,
         )
 
     @contextmanager

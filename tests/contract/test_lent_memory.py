@@ -461,6 +461,35 @@ def test_every_kind_of_tensor_can_be_lent(tensor):
                        tensor.float() if tensor.element_size() == 1 else tensor)  # fmt: skip
 
 
+class Writing(Net):
+    """Works in the tensor that it was given, as a loader may that thinks it is its own."""
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            low, high = tensor.split(1)
+            whole = tensor.view(2)
+            low.neg_()
+            high.data.mul_(10)
+            self.store(name, whole)
+
+
+@pytest.mark.parametrize("deliver", [iter, list], ids=["iterator", "list"])
+def test_a_loader_that_works_in_what_it_was_given_does_not_change_it(deliver, commit):
+    """The memory may be the trainer's own weights, or a bucket that other ranks read too. All views
+    that the loader has made agree with one another nevertheless."""
+    state = {f"layers.{i}.weight": number(1.0 + i, 2.0 + i) for i in range(8)}
+    live = Live(
+        lambda: Writing(*(Plain() for _ in range(8))), {n: t.clone() for n, t in state.items()}
+    )
+    sent = {name: tensor + 4 for name, tensor in state.items()}
+    before = {name: tensor.clone() for name, tensor in sent.items()}
+    assert copied(live, deliver(sent.items()), commit) == 8 * 8
+    assert all(torch.equal(sent[name], before[name]) for name in sent)
+    assert [layer.weight.tolist() for layer in live.model.layers] == [
+        [-5.0 - i, 60.0 + 10 * i] for i in range(8)
+    ]
+
+
 def test_a_thread_that_holds_a_tensor_has_its_value(commit):
     """What it writes does not count as arrived, see I10; but what it read was right."""
     seen, go = [], threading.Event()
