@@ -6,6 +6,7 @@ A :class:`WeightLoadSession` owns one load of one model, from ``prepare`` to ``f
 
 from importlib.metadata import PackageNotFoundError, version
 
+from weightload.baking import bake
 from weightload.errors import (
     CheckpointError,
     CheckpointFileError,
@@ -37,6 +38,7 @@ from weightload.ownership import (
     require_usable,
     weights_version,
 )
+from weightload.plan import Plan
 from weightload.receipt import Names, Receipt
 from weightload.registry import ModuleRegistry, ModuleRule, Role
 from weightload.scope import Scope
@@ -62,6 +64,7 @@ __all__ = [
     "ModuleRegistry",
     "ModuleRule",
     "Names",
+    "Plan",
     "Poison",
     "ProcessingError",
     "Receipt",
@@ -80,6 +83,7 @@ __all__ = [
     "WeightMismatchError",
     "__version__",
     "abort_reload",
+    "bake",
     "current_session",
     "default_registry",
     "finish_reload",

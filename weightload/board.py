@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 import attrs
 import torch
@@ -16,13 +16,14 @@ from weightload.framework import Framework
 from weightload.intake import Intake
 from weightload.layer import Hook, Unit
 from weightload.learning import Learning
-from weightload.ledger import Region, RegionLedger, full_region, meet
+from weightload.ledger import Region, RegionLedger, full_region, meet, without
 from weightload.partial import gaps_outside, names_of, select_units
 from weightload.rebound import ReboundAttributes
 from weightload.record import (
     ModuleRecord,
     SharedRegions,
     Slot,
+    SourceFact,
     StagedSlot,
     made_by_hooks,
     make_record,
@@ -91,6 +92,16 @@ class Board:
         self._members: dict[int, Unit] = {}
         self._marks: list[tuple[str, Slot, Fingerprint]] = []
         self._stale_keys: dict[int, list[int]] = {}
+
+    @property
+    def entries(self) -> list[Entry]:
+        """The tensors that the load fills."""
+        return self._load.entries
+
+    @property
+    def manifest(self) -> Mapping[str, SourceFact] | None:
+        """The source names of the load that made the model, if they are known."""
+        return self._load.intake.manifest
 
     # ------------------------------------------------------------------ opening
 
@@ -248,9 +259,14 @@ class Board:
             known = record or ModuleRecord()
             if id(module) not in self._members or (section, name) not in known.staged:
                 return gaps_outside(known, section, name, tensor.shape, wanted)
-        if record is not None and (section, name) in record.gaps:
-            return record.gaps[section, name]
-        return None if self._load.intake.manifest is None else [full_region(tensor.shape)]
+        gaps = None if record is None else record.gaps.get((section, name))
+        if gaps is None and self._load.intake.manifest is not None:
+            gaps = [full_region(tensor.shape)]
+        if wanted is None or record is None or not gaps:
+            return gaps
+        sources = record.sources.get((section, name), {})
+        promised = [region for region, source in sources.items() if source in wanted]
+        return without(tensor.shape, gaps, promised)
 
     def _watch(self, placed: dict[tuple[int, str, str], tuple[torch.Tensor, Staging]]) -> None:
         for name, module in self.modules.items():
@@ -332,19 +348,20 @@ class Board:
             return missing
         allowed = {id(entry) for entry in missing if self.completeness.may_miss(entry)}
         lost = [entry for entry in missing if id(entry) not in allowed]
+        seen = self._load.intake.seen.keys()
         for entry in missing:
             if id(entry) in allowed and entry.staging is not None and not entry.packed:
-                self._fill_from_live(entry)
                 allowed.discard(id(entry))
+                if entry.shared.ordered and entry.shared.names & seen:
+                    lost.append(entry)  # nobody knows which part of it has come
+                else:
+                    self._fill_from_live(entry)
         for unit in self.units:
             absent = [e for e in unit.entries if e.staging is not None and id(e) in allowed]
             if not absent:
                 continue
-            seen = self._load.intake.seen.keys()
             whole = not any(
-                e.ledger.touched or e.shared.names & seen
-                for e in unit.entries
-                if e.staging is not None
+                e.ledger.touched or e.shared.names & seen for e in (*unit.entries, *unit.reads)
             )
             alone = all(
                 reader is unit or all(hook.rule.role is not Role.QUANT for hook in reader.hooks)
@@ -366,7 +383,7 @@ class Board:
         live = self._members[id(module)].live_tensor(module, section, name)
         self.arrivals.before_touch(storage_key(entry.tensor) or 0)
         with torch.no_grad():
-            for region in entry.ledger.missing(entry.gaps or ()):
+            for region in entry.ledger.missing():
                 select(entry.tensor, region).copy_(select(live, region))
 
     def _keep(self, unit: Unit) -> None:

@@ -296,6 +296,21 @@ class Intake:
             place = _Place.of(loan.name, loan.tensor, loan.kept)
             self._by_storage.setdefault(key, []).append(place)
 
+    def announce(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """Note that a source arrives whose parts are written one by one, by a recorded plan.
+
+        Raises:
+            CheckpointError: as for :meth:`check_pair`.
+        """
+        if name in self.seen:
+            raise DuplicateWeightError(
+                f"{name!r} arrived twice in this session. Send each tensor once.", name=name
+            )
+        self.check_form(name, shape, dtype)
+        self.current = name
+        self.seen[name] = SourceFact(shape=shape, dtype=dtype)
+        self._batch.append(name)
+
     def name_of(self, source: torch.Tensor | None) -> str | None:
         """Return the source name that a write belongs to.
 

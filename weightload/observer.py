@@ -19,7 +19,14 @@ from weightload.errors import UnsupportedError, WeightLoadError
 from weightload.ledger import Region, full_region, locate
 from weightload.storage import storage_key
 
-__all__ = ["StaleReads", "Watched", "WriteListener", "WriteObserver"]
+__all__ = [
+    "StaleReads",
+    "Watched",
+    "WriteListener",
+    "WriteObserver",
+    "tensors_of",
+    "written_by",
+]
 
 _aten = torch.ops.aten
 _PARTIAL_WRITES = frozenset(
@@ -151,12 +158,12 @@ class WriteObserver(TorchDispatchMode):
             raise
 
     def _run(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        for target in _written(func, args, kwargs) if self.guarded else ():
+        for target in written_by(func, args, kwargs) if self.guarded else ():
             guard = self.guarded.get(storage_key(target) or 0)
             if guard is not None:
                 guard(target)
         touched = [
-            tensor for tensor in _tensors(args, kwargs) if storage_key(tensor) in self._by_storage
+            tensor for tensor in tensors_of(args, kwargs) if storage_key(tensor) in self._by_storage
         ]
         if not touched:
             return func(*args, **kwargs)
@@ -166,7 +173,7 @@ class WriteObserver(TorchDispatchMode):
                 self._listener.before_touch(key)
         written = [
             (target, watched)
-            for target in _written(func, args, kwargs)
+            for target in written_by(func, args, kwargs)
             for watched in self._by_storage.get(storage_key(target) or 0, ())
         ]
         name = func._schema.name.rpartition(":")[2]
@@ -228,7 +235,7 @@ class StaleReads(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run one operation, unless it has to do with a stale tensor."""
-        for tensor in _tensors(args, kwargs or {}):
+        for tensor in tensors_of(args, kwargs or {}):
             key = storage_key(tensor) or 0
             self._touch(key)
             name = self._stale.get(key)
@@ -250,7 +257,8 @@ def _region(
     return watched.region_of(target)
 
 
-def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors among the arguments of an operation, also those in lists."""
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, torch.Tensor):
             yield value
@@ -263,7 +271,8 @@ def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Te
 _WRITES: dict[Any, tuple[tuple[int | str, ...], ...]] = {}
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors that an operation writes to."""
     places = _WRITES.get(func)
     if places is None:
         places = _WRITES[func] = tuple(

@@ -29,6 +29,7 @@ __all__ = [
     "StagedSlot",
     "read_by",
     "record_of",
+    "remove_record",
 ]
 
 _ATTRIBUTE = "_weightload_record"
@@ -213,19 +214,21 @@ def _without_tensor(owner: Any, name: str, value: Any) -> Any:
 
 @attrs.frozen(kw_only=True, repr=False)
 class StagedSlot:
-    """A tensor that a hook changes, so that loads must go through staging.
+    """A tensor that a hook changes, or that has a default, so that loads must go through staging.
 
     Attributes:
         section: ``"_parameters"`` or ``"_buffers"``.
         name: its name in the module.
         spec: what it was in checkpoint format.
         seeds: values of the regions that no checkpoint brings.
+        packed: whether a hook changes it, so that its live form is another one.
     """
 
     section: str
     name: str
     spec: TensorSpec
     seeds: list[tuple[Region, torch.Tensor]]
+    packed: bool = True
 
 
 @attrs.define(kw_only=True, repr=False)
@@ -336,6 +339,11 @@ def make_record(module: nn.Module) -> ModuleRecord:
         record = ModuleRecord()
         vars(module)[_ATTRIBUTE] = record
     return record
+
+
+def remove_record(module: nn.Module) -> None:
+    """Forget what is known about ``module``."""
+    vars(module).pop(_ATTRIBUTE, None)
 
 
 def made_by_hooks(module: nn.Module) -> Iterator[tuple[int, str, str]]:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from weightload import ownership, preflight
+from weightload import ownership, preflight, replaying
 from weightload.board import Board
 from weightload.closing import make_receipt
 from weightload.errors import (
@@ -30,11 +30,13 @@ from weightload.framework import Framework
 from weightload.gate import Gate
 from weightload.intake import Intake, pairs_of
 from weightload.lanes import Lane
+from weightload.plan import Plan
 from weightload.processing import Processing
 from weightload.progress import Progress
 from weightload.receipt import Receipt
 from weightload.record import make_record, record_of
 from weightload.registry import Role
+from weightload.replaying import Fetch
 from weightload.scope import Scope
 from weightload.states import Event, SessionState
 from weightload.transport import Loans, Transport, buffers_of
@@ -225,7 +227,7 @@ class WeightLoadSession:
         ended; ``state`` says whether the model is intact.
         """
         with self._gate.call("load", Event.LOAD):
-            loans = self._loans(weights, transport)
+            loans = self._loans(transport, each=not isinstance(weights, Collection))
             self._gate.move(Event.LOAD)
             self._lane.single_stream = single_stream
             with self._failing("load"), self._loading() as board, self._lending(loans):
@@ -271,7 +273,8 @@ class WeightLoadSession:
             original = getattr(self.model, "load_weights", None)
 
             def load_weights(weights: Weights, *args: Any, **kwargs: Any) -> Any:
-                loans = self._loans(weights, transport if exact else ())
+                each = not isinstance(weights, Collection)
+                loans = self._loans(transport if exact else (), each=each)
                 with self._lending(loans):
                     feed = self._feed(pairs_of(weights), loans)
                     result = original(feed, *args, **kwargs)  # type: ignore[misc]
@@ -289,6 +292,45 @@ class WeightLoadSession:
             finally:
                 mine.pop("load_weights", None)
                 mine.update(kept)
+
+    def replay(self, plan: Plan, fetch: Fetch | Mapping[str, torch.Tensor]) -> None:
+        """Do a load by the writes that :func:`weightload.bake` recorded.
+
+        Only the parts of sources that the plan names are asked for. They are copied without any
+        loader; names that the plan calls computed go through the model's loaders as a whole.
+
+        Args:
+            plan: made on this model.
+            fetch: called as ``fetch(name, view)`` for each part, returns a tensor of the view's
+                shape and type, which may be overwritten at the next call; or a mapping of whole
+                tensors.
+
+        Raises:
+            CheckpointError: as for :meth:`load`.
+            UsageError: the plan was made on a model of another form.
+        """
+        with self._gate.call("replay", Event.LOAD):
+            self._gate.move(Event.LOAD)
+            loans = self._loans(None, each=True)
+            with self._failing("load"), self._loading() as board, self._lending(loans):
+                replaying.replay(
+                    board,
+                    self._intake,
+                    plan,
+                    fetch,
+                    self._process().settle,
+                    lambda pairs: board.framework.load(self.model, self._feed(pairs, loans)),
+                )
+                self._not_swallowed(board)
+                self._intake.end_loans(loans)
+                self._intake.end_batch()
+
+    def dry_run(self, look: Callable[[Board], Any]) -> Any:
+        """Let ``look`` work on the prepared model, in the state that loaders run in; see bake."""
+        with self._gate.call("dry_run", None), self._failing("check"):
+            board = self._opened()
+            with ownership.entered(self), board.framework.ambient(self.model):
+                return look(board)
 
     def check(self, weights: Mapping[str, Any], *, complete: bool) -> None:
         """Check a whole set of names and shapes before any of it is written.
@@ -539,13 +581,16 @@ class WeightLoadSession:
         with ownership.entered(self), board.framework.ambient(self.model), self._lane.entered():
             yield
 
-    def _loans(self, weights: Weights, transport: Transport) -> Loans:
+    def _loans(self, transport: Transport, *, each: bool) -> Loans:
         return Loans(
             buffers=buffers_of(transport),
-            each=not isinstance(weights, Collection),
-            places=lambda: [*self.model.parameters(), *self.model.buffers()],
+            each=each,
+            places=self._places,
             guarded=self._opened().arrivals.observer.guarded,
         )
+
+    def _places(self) -> list[torch.Tensor]:
+        return [*self.model.parameters(), *self.model.buffers()]
 
     @contextmanager
     def _lending(self, loans: Loans) -> Iterator[None]:

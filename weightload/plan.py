@@ -1,0 +1,189 @@
+"""The writes of one load as plain data: which part of which source goes where.
+
+A plan holds no tensor and no module, needs no torch, pickles, and is JSON by ``to_plain``. Everything
+in it is a strided view: offset, shape and strides in elements, over a contiguous tensor in the case of
+a source, over the tensor that loaders see in the case of a target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+
+from weightload.errors import UsageError
+
+__all__ = ["FORMAT", "Form", "Plan", "View", "Write"]
+
+FORMAT = 1
+"""Number of the layout that ``to_plain`` gives."""
+
+
+@attrs.frozen(kw_only=True)
+class View:
+    """A part of a tensor.
+
+    Attributes:
+        offset: elements before the first one.
+        shape: sizes.
+        stride: strides, in elements.
+        dtype: name of the type that its elements are seen as, such as ``"bfloat16"``.
+    """
+
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+
+
+@attrs.frozen(kw_only=True)
+class Form:
+    """What a whole tensor is.
+
+    Attributes:
+        shape: sizes.
+        stride: strides, in elements; of a source those of a contiguous tensor.
+        dtype: name of its type.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+
+    @classmethod
+    def contiguous(cls, shape: tuple[int, ...], dtype: str) -> Form:
+        """Return the form of a contiguous tensor."""
+        stride: list[int] = []
+        step = 1
+        for size in reversed(shape):
+            stride.insert(0, step)
+            step *= max(size, 1)
+        return cls(shape=shape, stride=tuple(stride), dtype=dtype)
+
+    @property
+    def whole(self) -> View:
+        """The view of everything."""
+        return View(offset=0, shape=self.shape, stride=self.stride, dtype=self.dtype)
+
+
+@attrs.frozen(kw_only=True)
+class Write:
+    """One copy: a part of a source into a part of a parameter or buffer, of the same shape.
+
+    Attributes:
+        source: what is read.
+        module: qualified name of the module that holds the target.
+        tensor: name of the parameter or buffer in that module.
+        target: what is written, in checkpoint format; another type than that of the source means
+            that values are cast.
+    """
+
+    source: View
+    module: str
+    tensor: str
+    target: View
+
+    @property
+    def place(self) -> str:
+        """Qualified name of the tensor that is written."""
+        return f"{self.module}.{self.tensor}" if self.module else self.tensor
+
+
+@attrs.frozen(kw_only=True)
+class Plan:
+    """The writes of one load, recorded by :func:`weightload.bake`.
+
+    Attributes:
+        sources: every source name with its form, in the order in which they were given.
+        writes: for each name that is only copied, the copies, in the order of the load.
+        computed: names whose tensors the model's loaders compute with, look at or keep: they have
+            to go through the loaders as a whole.
+        skipped: names that nothing took, such as experts of other ranks.
+        places: qualified name and form, in checkpoint format, of every tensor that is written.
+    """
+
+    sources: dict[str, Form]
+    writes: dict[str, tuple[Write, ...]]
+    computed: tuple[str, ...]
+    skipped: tuple[str, ...]
+    places: dict[str, Form]
+
+    def reads(self, name: str) -> list[View]:
+        """Return the parts of a source that have to be fetched, without repetition.
+
+        Raises:
+            UsageError: the plan does not know the name.
+        """
+        if name not in self.sources:
+            raise UsageError(f"The plan was made without {name!r}.")
+        if name in self.computed:
+            return [self.sources[name].whole]
+        return list(dict.fromkeys(write.source for write in self.writes.get(name, ())))
+
+    def all_reads(self) -> Iterator[tuple[str, View]]:
+        """Yield every part that has to be fetched, in the order of a replay."""
+        for name in (*self.writes, *self.computed):
+            for view in self.reads(name):
+                yield name, view
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the plan as builtin types, such as JSON has; :meth:`from_plain` makes it again."""
+        return {
+            "format": FORMAT,
+            "sources": {name: _plain_form(form) for name, form in self.sources.items()},
+            "writes": {
+                name: [
+                    [_plain_view(one.source), one.module, one.tensor, _plain_view(one.target)]
+                    for one in writes
+                ]
+                for name, writes in self.writes.items()
+            },
+            "computed": list(self.computed),
+            "skipped": list(self.skipped),
+            "places": {name: _plain_form(form) for name, form in self.places.items()},
+        }
+
+    @classmethod
+    def from_plain(cls, data: dict[str, Any]) -> Plan:
+        """Make a plan again from what :meth:`to_plain` gave.
+
+        Raises:
+            UsageError: it was written in another layout.
+        """
+        if data.get("format") != FORMAT:
+            raise UsageError(
+                f"The plan has format {data.get('format')!r}, this version reads {FORMAT}. Make it "
+                f"again with bake()."
+            )
+        return cls(
+            sources={name: _form(form) for name, form in data["sources"].items()},
+            writes={
+                name: tuple(
+                    Write(source=_view(one[0]), module=one[1], tensor=one[2], target=_view(one[3]))
+                    for one in writes
+                )
+                for name, writes in data["writes"].items()
+            },
+            computed=tuple(data["computed"]),
+            skipped=tuple(data["skipped"]),
+            places={name: _form(form) for name, form in data["places"].items()},
+        )
+
+
+def _plain_view(view: View) -> list[Any]:
+    return [view.offset, list(view.shape), list(view.stride), view.dtype]
+
+
+def _plain_form(form: Form) -> list[Any]:
+    return [list(form.shape), list(form.stride), form.dtype]
+
+
+def _view(data: list[Any]) -> View:
+    offset, shape, stride, dtype = data
+    return View(offset=offset, shape=tuple(shape), stride=tuple(stride), dtype=dtype)
+
+
+def _form(data: list[Any]) -> Form:
+    shape, stride, dtype = data
+    return Form(shape=tuple(shape), stride=tuple(stride), dtype=dtype)
