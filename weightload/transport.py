@@ -41,8 +41,10 @@ _CAN_LEND = (
     and _tensor_uses is not None
     and hasattr(torch._C, "_to_dlpack")
     and hasattr(torch._C, "_from_dlpack")
+    and sys.version_info < (3, 14)  # later ones do not count all references
+    and getattr(sys, "_is_gil_enabled", lambda: True)()
 )
-"""Whether this torch says how often its objects are used. If not, everything is copied."""
+"""Whether torch and Python say how often an object is used. If not, everything is copied."""
 
 
 def extent_of(tensor: Tensor) -> tuple[int, int]:

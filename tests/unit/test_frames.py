@@ -118,7 +118,6 @@ def looked_at_by_name(pairs):
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-@pytest.mark.skipif(sys.version_info >= (3, 14), reason="all variables count as alive there")
 def test_only_what_nobody_will_read_is_dead(consume, counts):
     assert held(consume) == counts
 
