@@ -12,7 +12,6 @@ import bisect
 import dis
 import functools
 import inspect
-import sys
 from collections.abc import Collection
 from types import CodeType, FrameType
 
