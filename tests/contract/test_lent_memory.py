@@ -25,6 +25,7 @@ from weightload import (
     UsageError,
     WeightLoadSession,
     WeightMismatchError,
+    transport,
 )
 
 NAN = float("nan")
@@ -459,6 +460,16 @@ def test_every_kind_of_tensor_can_be_lent(tensor):
         session.load(source())
     assert torch.equal(layer.weight.float() if tensor.element_size() == 1 else layer.weight,
                        tensor.float() if tensor.element_size() == 1 else tensor)  # fmt: skip
+
+
+@pytest.mark.parametrize("deliver", [lent, dict], ids=["iterator", "mapping"])
+def test_where_uses_cannot_be_counted_everything_is_copied(deliver, monkeypatch, commit):
+    """On a device that tells nothing, or a Python that counts less, it is safe all the same."""
+    monkeypatch.setattr(transport, "_CAN_LEND", False)
+    live = Live(lambda: Hoarding(Fused()), FIRST)
+    assert copied(live, deliver(STATE), commit) == 3 * 4
+    live.equals(STATE)
+    assert [tensor.item() for tensor in live.model.hoard] == [1, 2, 3, 20, 21, 22]
 
 
 class Writing(Net):

@@ -10,7 +10,10 @@ from types import SimpleNamespace
 
 import attrs
 import pytest
+import torch
+from torch import nn
 
+from weightload import WeightLoadSession
 from weightload.lanes import Lane
 
 ORDERS = 200
@@ -184,3 +187,45 @@ def test_pinned_memory_is_read_before_the_source_goes_on():
         lane.asking(pinned)
         memory[0] = POISON
     assert seen == [1]
+
+
+@pytest.mark.parametrize("single_stream", [False, True])
+def test_a_session_loads_on_its_own_stream_and_leaves_the_source_on_its(single_stream):
+    """The source makes a stream current for good; the next tensor is asked for with that one."""
+    device = Device(0, 2)
+    home, away = device.streams
+    seen = []
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(2), requires_grad=False)
+            self.bias = nn.Parameter(torch.zeros(2), requires_grad=False)
+
+        def load_weights(self, weights):
+            for name, tensor in weights:
+                seen.append(("loader", device.current_stream()))
+                getattr(self, name).data.copy_(tensor)
+
+    def source():
+        for name in ("weight", "bias"):
+            seen.append(("source", device.current_stream()))
+            device.set_stream(away)
+            yield name, torch.ones(2)
+        seen.append(("source", device.current_stream()))
+
+    session = WeightLoadSession(Model())
+    session._lane = Lane(api=lambda: device)
+    session.prepare()
+    session.load(source(), single_stream=single_stream)
+    assert seen == [
+        ("source", home),
+        ("loader", home),
+        ("source", away),
+        ("loader", home),
+        ("source", away),
+    ]
+    assert device.current_stream() is home
+    assert device.waits == (5 if single_stream else 1)
+    session.finish()
+    assert device.waits >= 2, "the engine may use the weights on any stream"
