@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from weightload.baking import bake
 from weightload.bucket import read_bucket
 from weightload.errors import UsageError, WeightLoadError
 from weightload.files import Header, checkpoint_folder, read_headers
@@ -114,6 +115,13 @@ def _form(value: Any) -> Any:
     return tuple(value)
 
 
+def _bake(worker: Any, shapes: Mapping[str, Any]) -> Any:
+    """Make the plan of a load of these names; a value is a pair of a shape and a type's name."""
+    model = worker.get_model()
+    framework = framework_for(worker, model, worker.model_config)
+    return bake(model, shapes, framework=framework).to_plain()
+
+
 def _load(worker: Any, weights: Any) -> Any:
     session = _session(worker)
     if isinstance(weights, Mapping):
@@ -205,6 +213,7 @@ def _status(worker: Any) -> Any:
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "start": _start,
+    "bake": _bake,
     "check": _check,
     "load": _load,
     "load_bucket": _load_bucket,
