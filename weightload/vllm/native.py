@@ -98,6 +98,7 @@ def _construct(
 
     config = copy.copy(framework.vllm_config)
     config.compilation_config = copy.copy(config.compilation_config)
+    config.quant_config = copy.copy(config.quant_config)  # a model class maps the names in it
     empties: dict[str, Any] = {
         "static_forward_context": {},
         "static_all_moe_layers": [],
