@@ -16,7 +16,7 @@ from weightload.errors import (
 )
 from weightload.intake import Intake, finite, wide_floats
 from weightload.layer import Unit
-from weightload.ledger import Region, full_region, meet, uncovered
+from weightload.ledger import Region, full_region, meet, without
 from weightload.observer import Watched, WriteObserver
 from weightload.record import StagedSlot, make_record, slots_of
 from weightload.storage import TensorSpec, select, storage_key
@@ -236,7 +236,7 @@ class Arrivals:
         spec = TensorSpec.of(entry.tensor)
         seeds = [(gap, select(entry.tensor, gap).clone()) for gap in entry.gaps or ()]
         for module, section, name in entry.slots:
-            slot = StagedSlot(section=section, name=name, spec=spec, seeds=seeds)
+            slot = StagedSlot(section=section, name=name, spec=spec, seeds=seeds, packed=False)
             make_record(module).staged.setdefault((section, name), slot)
 
     def _counts_less(self, entry: Entry, region: Region, name: str | None) -> bool:
@@ -322,11 +322,11 @@ class Arrivals:
                 )
             return
         known = intake.manifest is not None and name in intake.manifest
-        if self._load.initial or known or torch.can_cast(source.dtype, target.dtype):
+        if self._load.initial or known or _wider_integer(source.dtype, target.dtype):
             return
         raise WeightMismatchError(
             f"{name!r} brings {source.dtype} for {entry.names[0]!r}, which holds {target.dtype}. "
-            f"Values are cast only between floats of 16 bits or more.",
+            f"Values are cast only between floats of 16 bits or more, and to wider integers.",
             name=name,
             expected=str(target.dtype),
             found=str(source.dtype),
@@ -346,10 +346,13 @@ class Arrivals:
                 self._ready[id(unit)] = unit
 
     def _repeated(self, unit: Unit) -> bool:
-        """Whether the names came that only repeat a value: their loaders need the twins."""
+        """Whether the names came that only repeat a value, or replace one that has a default.
+
+        The loaders of the first need the twins; without the others a value may have to be kept.
+        """
         return all(
             name in self._load.intake.seen for entry in unit.reads for name in entry.shared.names
-        )
+        ) and not any(map(self._load.keeps_optional, unit.reads))
 
     def take_ready(self) -> list[Unit]:
         """Return the units that became complete since the last call."""
@@ -368,6 +371,12 @@ class Arrivals:
         finally:
             self._trial = None
         for entry, region in self._expected:
-            brought = uncovered(entry.ledger.shape, entry.gaps or ())
-            entry.gaps = uncovered(entry.ledger.shape, [*brought, region])
+            entry.gaps = without(entry.ledger.shape, entry.gaps or (), [region])
         self._expected.clear()
+
+
+def _wider_integer(found: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether both are integers, or bool, and ``wanted`` holds all values of ``found``."""
+    if any(one.is_floating_point or one.is_complex for one in (found, wanted)):
+        return False
+    return torch.promote_types(found, wanted) == wanted

@@ -16,7 +16,7 @@ from weightload.framework import Framework
 from weightload.intake import Intake
 from weightload.layer import Hook, Unit
 from weightload.learning import Learning
-from weightload.ledger import Region, RegionLedger, full_region, meet
+from weightload.ledger import Region, RegionLedger, full_region, meet, without
 from weightload.partial import gaps_outside, names_of, select_units
 from weightload.rebound import ReboundAttributes
 from weightload.record import (
@@ -259,9 +259,14 @@ class Board:
             known = record or ModuleRecord()
             if id(module) not in self._members or (section, name) not in known.staged:
                 return gaps_outside(known, section, name, tensor.shape, wanted)
-        if record is not None and (section, name) in record.gaps:
-            return record.gaps[section, name]
-        return None if self._load.intake.manifest is None else [full_region(tensor.shape)]
+        gaps = None if record is None else record.gaps.get((section, name))
+        if gaps is None and self._load.intake.manifest is not None:
+            gaps = [full_region(tensor.shape)]
+        if wanted is None or record is None or not gaps:
+            return gaps
+        sources = record.sources.get((section, name), {})
+        promised = [region for region, source in sources.items() if source in wanted]
+        return without(tensor.shape, gaps, promised)
 
     def _watch(self, placed: dict[tuple[int, str, str], tuple[torch.Tensor, Staging]]) -> None:
         for name, module in self.modules.items():
@@ -343,19 +348,20 @@ class Board:
             return missing
         allowed = {id(entry) for entry in missing if self.completeness.may_miss(entry)}
         lost = [entry for entry in missing if id(entry) not in allowed]
+        seen = self._load.intake.seen.keys()
         for entry in missing:
             if id(entry) in allowed and entry.staging is not None and not entry.packed:
-                self._fill_from_live(entry)
                 allowed.discard(id(entry))
+                if entry.shared.ordered and entry.shared.names & seen:
+                    lost.append(entry)  # nobody knows which part of it has come
+                else:
+                    self._fill_from_live(entry)
         for unit in self.units:
             absent = [e for e in unit.entries if e.staging is not None and id(e) in allowed]
             if not absent:
                 continue
-            seen = self._load.intake.seen.keys()
             whole = not any(
-                e.ledger.touched or e.shared.names & seen
-                for e in unit.entries
-                if e.staging is not None
+                e.ledger.touched or e.shared.names & seen for e in (*unit.entries, *unit.reads)
             )
             alone = all(
                 reader is unit or all(hook.rule.role is not Role.QUANT for hook in reader.hooks)
@@ -377,7 +383,7 @@ class Board:
         live = self._members[id(module)].live_tensor(module, section, name)
         self.arrivals.before_touch(storage_key(entry.tensor) or 0)
         with torch.no_grad():
-            for region in entry.ledger.missing(entry.gaps or ()):
+            for region in entry.ledger.missing():
                 select(entry.tensor, region).copy_(select(live, region))
 
     def _keep(self, unit: Unit) -> None:

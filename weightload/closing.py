@@ -63,6 +63,7 @@ def make_receipt(
         unexpected=_named(error, UnexpectedWeightError, sorted(intake.dropped)),
         duplicate=_named(error, DuplicateWeightError, []),
         bytes_received=intake.nbytes,
+        bytes_copied=intake.copied,
         casts=len(intake.casts),
         moved=board.moved[:_SHOWN] if board is not None else [],
         verified=verified,

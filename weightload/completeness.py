@@ -52,7 +52,8 @@ class Completeness:
         if not self._load.initial:
             if entry.gaps is None:
                 return entry.required and not entry.ledger.complete()
-            return not entry.complete or bool(self._names_missing(entry))
+            needed = bool(self._names_missing(entry)) or self._load.keeps_optional(entry)
+            return not entry.complete or needed
         if entry.touched:
             return False
         if any((section, name) in make_record(m).tainted for m, section, name in entry.slots):

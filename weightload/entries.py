@@ -11,7 +11,7 @@ from torch import nn
 
 from weightload.framework import Framework
 from weightload.intake import Intake
-from weightload.ledger import Region, RegionLedger
+from weightload.ledger import Region, RegionLedger, meet
 from weightload.observer import Watched
 from weightload.record import SharedRegions, Slot, record_of, slots_of
 from weightload.scope import Scope
@@ -60,8 +60,12 @@ class Entry:
     @property
     def packed(self) -> bool:
         """Whether a hook changes the tensor, so that its live form is another one."""
-        known = ((record_of(module), (section, name)) for module, section, name in self.slots)
-        return any(record is not None and key in record.staged for record, key in known)
+        for module, section, name in self.slots:
+            record = record_of(module)
+            slot = None if record is None else record.staged.get((section, name))
+            if slot is not None and slot.packed:
+                return True
+        return False
 
     @property
     def touched(self) -> bool:
@@ -202,6 +206,18 @@ class Load:
         tensors = (tensor for module in modules for _, _, tensor in slots_of(module))
         entries = [self.by_tensor[id(tensor)] for tensor in tensors]
         return {id(entry): entry for entry in entries}
+
+    def keeps_optional(self, entry: Entry) -> bool:
+        """Whether a part with a default, that came before, may stay away and keep its value."""
+        if self.initial or self.partial or not entry.gaps:
+            return False
+        return any(
+            source is not None
+            and source not in self.intake.seen
+            and self.scope.may_miss(source, *entry.names)
+            and any(meet(region, gap) for gap in entry.gaps)
+            for region, source in entry.sources.items()
+        )
 
     def allocate(self, storage: int) -> None:
         """Give a twin its memory before the first operation on it."""

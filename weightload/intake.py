@@ -15,9 +15,11 @@ from weightload.errors import (
     WeightMismatchError,
     name_some,
 )
+from weightload.lanes import Lane
 from weightload.record import SourceFact
 from weightload.scope import Scope
 from weightload.storage import storage_key
+from weightload.transport import Loan, Loans, extent_of
 from weightload.verifying import Verification
 
 __all__ = ["Intake", "finite", "pairs_of", "unpack", "wide_floats"]
@@ -58,20 +60,20 @@ class _Place:
         start: first byte in its storage.
         stop: byte after the last one.
         hold: keeps the key of the storage from being used for another one; holds no memory.
+        own: whether the memory is the model's alone, so that it may be read in later calls.
     """
 
     name: str
     start: int
     stop: int
     hold: StorageWeakRef
+    own: bool = False
 
     @classmethod
-    def of(cls, name: str, tensor: torch.Tensor) -> _Place:
-        steps = zip(tensor.shape, tensor.stride(), strict=True)
-        last = int(sum((size - 1) * step for size, step in steps)) if tensor.numel() else 0
-        start = int(tensor.storage_offset()) * tensor.element_size()
-        stop = start + (last + 1) * tensor.element_size()
-        return cls(name, start, stop, StorageWeakRef(tensor.untyped_storage()))
+    def of(cls, name: str, tensor: torch.Tensor, own: bool) -> _Place:
+        start, stop = extent_of(tensor)
+        stop = max(stop, start + 1)
+        return cls(name, start, stop, StorageWeakRef(tensor.untyped_storage()), own)
 
 
 @attrs.define(kw_only=True, repr=False)
@@ -90,6 +92,7 @@ class Intake:
         failure: what the loaders were interrupted by when they asked for the next tensor; they
             may have swallowed it.
         nbytes: size of all tensors that came.
+        copied: size of all that were copied because a model held them, or might.
         casts: names of tensors that were stored in another dtype.
         broadcast: names of tensors that a loader spread over a larger place.
         unclaimed: tensors that filled something in the load that made the model, and nothing now.
@@ -108,6 +111,7 @@ class Intake:
     source_error: BaseException | None = None
     failure: Exception | None = None
     nbytes: int = 0
+    copied: int = 0
     casts: set[str] = attrs.field(factory=set)
     broadcast: set[str] = attrs.field(factory=set)
     unclaimed: dict[str, torch.Tensor] = attrs.field(factory=dict)
@@ -219,17 +223,19 @@ class Intake:
         self,
         weights: Iterable[Pair],
         *,
-        borrowed: bool,
+        loans: Loans,
         between: Callable[[], None],
+        lane: Lane | None = None,
     ) -> Iterator[Pair]:
         """Yield the pairs of ``weights`` to a model's loaders.
 
         Args:
             weights: the source.
-            borrowed: whether the source may reuse a tensor's memory once the next is asked for.
-                Then every tensor is copied, because a model may collect tensors before it reads.
+            loans: lends what the source may overwrite. The caller ends them after the load.
             between: called when the loaders have let go of one tensor and ask for the next.
+            lane: orders the loaders and the source on a device with streams.
         """
+        lane = Lane() if lane is None else lane
         try:
             for pair in self._read(weights):
                 name, tensor = unpack(pair)
@@ -237,16 +243,35 @@ class Intake:
                 if self.drops(name):
                     self.dropped.add(name)
                     continue
-                handed = tensor.detach().clone() if borrowed else tensor
-                self._begin(name, handed)
-                yield name, handed
+                lane.arrived(tensor)
+                loan = loans.lend(name, tensor)
+                self._begin(loan)
+                yield name, loan.tensor
                 if not self.seen[name].consumed and self._known_as_consumed(name):
-                    self._held[name] = handed
+                    self._held[name] = loan.tensor
                 between()
+                del loan
+                if loans.each:
+                    self.end_loans(loans)
+                lane.asking(tensor)
         except Exception as error:
             self.failure = error
             raise
         self.current = None
+
+    def end_loans(self, loans: Loans) -> None:
+        """Take back what is lent: the source may overwrite it from now on.
+
+        Raises:
+            UnsupportedError: something is held in a way that cannot be found.
+        """
+        for loan in loans.take_back():
+            key = loan.key
+            places = self._by_storage.pop(key, []) if key is not None else []
+            if loan.kept and places:
+                self._enter(loan)
+        self.copied += loans.nbytes
+        loans.nbytes = 0
 
     def _read(self, weights: Iterable[Pair]) -> Iterator[Pair]:
         try:
@@ -255,16 +280,21 @@ class Intake:
             self.source_error = error
             raise
 
-    def _begin(self, name: str, tensor: torch.Tensor) -> None:
-        self.current = name
-        self.seen[name] = SourceFact(shape=tuple(tensor.shape), dtype=tensor.dtype)
+    def _begin(self, loan: Loan) -> None:
+        self.current = name = loan.name
+        self.seen[name] = SourceFact(shape=tuple(loan.tensor.shape), dtype=loan.tensor.dtype)
         self._batch.append(name)
         if self.verification is not None:
-            self.verification.receive(name, tensor)
-        self.nbytes += tensor.numel() * tensor.element_size()
-        key = storage_key(tensor)
+            self.verification.receive(name, loan.tensor)
+        self.nbytes += loan.tensor.numel() * loan.tensor.element_size()
+        self._enter(loan)
+
+    def _enter(self, loan: Loan) -> None:
+        """Note by its storage what is in the hands of the loaders."""
+        key = storage_key(loan.tensor)
         if key is not None:
-            self._by_storage.setdefault(key, []).append(_Place.of(name, tensor))
+            place = _Place.of(loan.name, loan.tensor, loan.kept)
+            self._by_storage.setdefault(key, []).append(place)
 
     def announce(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Note that a source arrives whose parts are written one by one, by a recorded plan.
@@ -305,6 +335,7 @@ class Intake:
         if name is not None and not self.seen[name].consumed:
             self.seen[name] = attrs.evolve(self.seen[name], consumed=True, place=place)
             self._held.pop(name, None)
+            self.unclaimed.pop(name, None)
 
     def _known_as_consumed(self, name: str) -> bool:
         fact = self.manifest.get(name) if self.manifest is not None else None
@@ -318,11 +349,17 @@ class Intake:
                 nothing.
         """
         batch, self._batch = self._batch, []
-        self._by_storage.clear()
+        own = {key for key, places in self._by_storage.items() if places[0].own}
         self._found_finite.clear()
         self.current = None
-        self.unclaimed.update((name, tensor.clone()) for name, tensor in self._held.items())
+        for name, tensor in self._held.items():
+            self.unclaimed[name] = tensor if storage_key(tensor) in own else tensor.clone()
         self._held.clear()
+        self._by_storage = {
+            key: self._by_storage[key]
+            for key in own
+            if not self._by_storage[key][0].hold.expired()  # a model may write it in a later call
+        }
         if self.manifest is None:
             return
         lost = [

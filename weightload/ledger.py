@@ -13,7 +13,16 @@ from collections.abc import Iterable, Sequence
 
 import attrs
 
-__all__ = ["Region", "RegionLedger", "Span", "full_region", "locate", "meet", "uncovered"]
+__all__ = [
+    "Region",
+    "RegionLedger",
+    "Span",
+    "full_region",
+    "locate",
+    "meet",
+    "uncovered",
+    "without",
+]
 
 Span = tuple[int, int, int]
 """Start, stop and step of the indices taken along one dimension, as in ``range``."""
@@ -116,6 +125,13 @@ def _walk(
 def uncovered(shape: Sequence[int], regions: Iterable[Region]) -> list[Region]:
     """Return disjoint regions that together hold what ``regions`` leave out of ``shape``."""
     return _uncovered(tuple(shape), list(regions), 0)
+
+
+def without(
+    shape: Sequence[int], regions: Iterable[Region], taken: Iterable[Region]
+) -> list[Region]:
+    """Return disjoint regions that hold what ``regions`` hold and ``taken`` do not."""
+    return uncovered(shape, [*uncovered(shape, regions), *taken])
 
 
 def _uncovered(shape: tuple[int, ...], regions: list[Region], dim: int) -> list[Region]:

@@ -16,6 +16,7 @@ from weightload.errors import (
     WeightMismatchError,
 )
 from weightload.intake import Intake, unpack
+from weightload.transport import Loans
 
 __all__ = ["check_pairs", "check_set", "refused"]
 
@@ -110,9 +111,11 @@ def _rehearse(board: Board, model: nn.Module, intake: Intake, pairs: list[Pair])
     if not pairs:
         return
     trial = Intake(manifest=intake.manifest)
+    loans = Loans(buffers=None, each=False, places=model.parameters)
     with board.arrivals.rehearsal(trial):
         try:
-            board.framework.load(model, trial.feed(pairs, borrowed=False, between=lambda: None))
+            board.framework.load(model, trial.feed(pairs, loans=loans, between=lambda: None))
+            trial.end_loans(loans)
         except WeightLoadError:
             raise
         except Exception as error:

@@ -63,6 +63,8 @@ class Receipt:
             scope allows.
         duplicate: what filled a place that was filled before.
         bytes_received: size of all source tensors.
+        bytes_copied: size of the source tensors that were copied because the model held on to them
+            when their memory could change.
         bytes_written: size of all writes into the model by loaders.
         bytes_committed: size of all copies from staging into live storage.
         casts: source tensors that were stored in another dtype than they arrived in.
@@ -99,6 +101,7 @@ class Receipt:
     unexpected: Names = attrs.field(factory=Names)
     duplicate: Names = attrs.field(factory=Names)
     bytes_received: int = 0
+    bytes_copied: int = 0
     bytes_written: int = 0
     bytes_committed: int = 0
     casts: int = 0

@@ -214,19 +214,21 @@ def _without_tensor(owner: Any, name: str, value: Any) -> Any:
 
 @attrs.frozen(kw_only=True, repr=False)
 class StagedSlot:
-    """A tensor that a hook changes, so that loads must go through staging.
+    """A tensor that a hook changes, or that has a default, so that loads must go through staging.
 
     Attributes:
         section: ``"_parameters"`` or ``"_buffers"``.
         name: its name in the module.
         spec: what it was in checkpoint format.
         seeds: values of the regions that no checkpoint brings.
+        packed: whether a hook changes it, so that its live form is another one.
     """
 
     section: str
     name: str
     spec: TensorSpec
     seeds: list[tuple[Region, torch.Tensor]]
+    packed: bool = True
 
 
 @attrs.define(kw_only=True, repr=False)

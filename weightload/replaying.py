@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
-from torch import nn
 
 from weightload.board import Board
 from weightload.errors import IncompleteLoadError, UsageError, WeightMismatchError, name_some
@@ -51,21 +50,21 @@ def fetch_from(weights: Mapping[str, torch.Tensor], plan: Plan) -> Fetch:
 
 def replay(
     board: Board,
-    model: nn.Module,
     intake: Intake,
     plan: Plan,
     fetch: Fetch | Mapping[str, torch.Tensor],
     settle: Callable[[], None],
+    load: Callable[[Iterator[tuple[str, torch.Tensor]]], None],
 ) -> None:
     """Do one load by a plan; see :meth:`WeightLoadSession.replay`.
 
     Args:
         board: the open session's.
-        model: the root module.
         intake: counts and checks.
         plan: what is written where.
         fetch: gets parts of sources.
         settle: called after each name, to process what has become complete.
+        load: gives whole tensors to the model's loaders.
     """
     if isinstance(fetch, Mapping):
         fetch = fetch_from(fetch, plan)
@@ -85,8 +84,7 @@ def replay(
             _target(places, write).copy_(part)
         settle()
     if plan.computed:
-        feed = intake.feed(_whole(plan, fetch), borrowed=True, between=settle)
-        board.framework.load(model, feed)
+        load(_whole(plan, fetch))
     settle()
     intake.current = None
 

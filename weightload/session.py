@@ -29,6 +29,7 @@ from weightload.errors import (
 from weightload.framework import Framework
 from weightload.gate import Gate
 from weightload.intake import Intake, pairs_of
+from weightload.lanes import Lane
 from weightload.plan import Plan
 from weightload.processing import Processing
 from weightload.progress import Progress
@@ -38,6 +39,7 @@ from weightload.registry import Role
 from weightload.replaying import Fetch
 from weightload.scope import Scope
 from weightload.states import Event, SessionState
+from weightload.transport import Loans, Transport, buffers_of
 from weightload.verifying import Verification, Verify
 
 __all__ = ["WeightLoadSession"]
@@ -139,6 +141,7 @@ class WeightLoadSession:
         self._board: Board | None = None
         self._processing: Processing | None = None
         self._intake = Intake(manifest=None)
+        self._lane = Lane()
         self._progress = Progress()
         self._sealed = False
         self._transport = False
@@ -188,43 +191,65 @@ class WeightLoadSession:
             with self._failing("prepare"):
                 self._open(modules)
 
-    def load(self, weights: Weights, *, borrowed: bool | None = None) -> None:
+    def load(
+        self,
+        weights: Weights,
+        *,
+        transport: Transport = None,
+        single_stream: bool = False,
+    ) -> None:
         """Give tensors to the model's own loaders. May be called any number of times.
 
-        Nothing is kept by reference: when ``load`` returns, the tensors may be overwritten.
+        Nothing is kept by reference: when ``load`` returns, the tensors may be overwritten. What
+        the model holds on to by then, in whatever form, is copied; nothing else is.
 
         Args:
-            weights: a mapping, or an iterable of ``(name, tensor)`` pairs.
-            borrowed: whether a tensor's memory may be reused as soon as the next one is asked
-                for. By default that is assumed of iterators and of everything else that is read
-                while it is iterated, and each tensor is copied once. It is not assumed of
-                mappings, sequences and other collections: they are checked whole, before anything
-                is written.
+            weights: a mapping, or an iterable of ``(name, tensor)`` pairs. A mapping, a sequence
+                or another collection is checked whole, before anything is written, and its memory
+                may change when ``load`` returns. The memory of what an iterator yields may change
+                as soon as the next tensor is asked for.
+            transport: the buffers that are going to be reused, a tensor or several; tensors with
+                memory elsewhere are taken for the model's own. By default all memory is.
+                ``[]`` says that none is: everything is handed over for good.
+            single_stream: wait for the device where otherwise an event would do, before each
+                tensor is handed over and before the next is asked for. For iterators that answer
+                another process in between, which knows nothing of this one's streams.
 
         Raises:
             InvalidTransitionError: the session is not prepared, or has ended.
             CheckpointError: a tensor does not fit; see its subclasses.
             ProcessingError: a hook of a layer that became complete raised.
+            UnsupportedError: the model keeps a tensor in a form that cannot be copied for it, such
+                as a numpy array.
+            UsageError: ``transport`` is no tensor and no list of tensors.
 
         What the source raises reaches the caller as it is. After any exception the session has
         ended; ``state`` says whether the model is intact.
         """
         with self._gate.call("load", Event.LOAD):
+            loans = self._loans(weights, transport)
             self._gate.move(Event.LOAD)
-            if borrowed is None:
-                borrowed = not isinstance(weights, Collection)
-            with self._failing("load"), self._loading() as board:
+            self._lane.single_stream = single_stream
+            with self._failing("load"), self._loading() as board, self._lending(loans):
                 if isinstance(weights, Collection):
                     weights = self._intake.read(weights)
                     preflight.check_pairs(board, self.model, self._intake, weights)
-                feed = self._feed(weights, borrowed)
+                feed = self._feed(weights, loans)
                 board.framework.load(self.model, feed)
                 self._not_swallowed(board)
                 self._drained(feed)
                 self._process().settle()
+                self._intake.end_loans(loans)
                 self._intake.end_batch()
 
-    def load_through(self, run: Callable[[], Any], *, exact: bool = False) -> None:
+    def load_through(
+        self,
+        run: Callable[[], Any],
+        *,
+        exact: bool = False,
+        transport: Transport = None,
+        single_stream: bool = False,
+    ) -> None:
         """Let a loader that calls ``model.load_weights`` itself do the load.
 
         For loaders that own their source, such as a framework's own at the initial load, or the
@@ -232,21 +257,28 @@ class WeightLoadSession:
 
         Args:
             run: does the load.
-            exact: check names as :meth:`load` does. By default a name may come again and the
-                last one counts, as in a framework's own first load.
+            exact: check names as :meth:`load` does, and take what it gives for lent. By default a
+                name may come again and the last one counts, as in a framework's own first load,
+                and its tensors are handed over for good.
+            transport: as for :meth:`load`, for each call of ``load_weights``.
+            single_stream: as for :meth:`load`.
         """
         with self._gate.call("load_through", Event.LOAD):
             self._gate.move(Event.LOAD)
             self._intake.lenient = not exact
+            self._lane.single_stream = single_stream
             self._transport = exact
             mine = vars(self.model)
             kept = {name: mine[name] for name in ("load_weights",) if name in mine}
             original = getattr(self.model, "load_weights", None)
 
             def load_weights(weights: Weights, *args: Any, **kwargs: Any) -> Any:
-                borrowed = exact and not isinstance(weights, Collection)
-                feed = self._feed(pairs_of(weights), borrowed)
-                return original(feed, *args, **kwargs)  # type: ignore[misc]
+                loans = self._loans(weights, transport if exact else ())
+                with self._lending(loans):
+                    feed = self._feed(pairs_of(weights), loans)
+                    result = original(feed, *args, **kwargs)  # type: ignore[misc]
+                    self._intake.end_loans(loans)
+                return result
 
             if callable(original):
                 mine["load_weights"] = load_weights
@@ -278,11 +310,18 @@ class WeightLoadSession:
         """
         with self._gate.call("replay", Event.LOAD):
             self._gate.move(Event.LOAD)
-            with self._failing("load"), self._loading() as board:
+            loans = Loans(buffers=None, each=True, places=self._places)
+            with self._failing("load"), self._loading() as board, self._lending(loans):
                 replaying.replay(
-                    board, self.model, self._intake, plan, fetch, self._process().settle
+                    board,
+                    self._intake,
+                    plan,
+                    fetch,
+                    self._process().settle,
+                    lambda pairs: board.framework.load(self.model, self._feed(pairs, loans)),
                 )
                 self._not_swallowed(board)
+                self._intake.end_loans(loans)
                 self._intake.end_batch()
 
     def dry_run(self, look: Callable[[Board], Any]) -> Any:
@@ -532,11 +571,40 @@ class WeightLoadSession:
     @contextmanager
     def _loading(self) -> Iterator[Board]:
         board = self._opened()
-        with ownership.entered(self), board.framework.ambient(self.model), board.arrivals.observer:
+        with self._working(board), board.arrivals.observer:
             yield board
 
-    def _feed(self, weights: Iterable[tuple[str, torch.Tensor]], borrowed: bool) -> Iterator[Any]:
-        return self._intake.feed(weights, borrowed=borrowed, between=self._process().settle)
+    @contextmanager
+    def _working(self, board: Board) -> Iterator[None]:
+        """Be in the state, and on the stream, that this session works in."""
+        with ownership.entered(self), board.framework.ambient(self.model), self._lane.entered():
+            yield
+
+    def _loans(self, weights: Weights, transport: Transport) -> Loans:
+        return Loans(
+            buffers=buffers_of(transport),
+            each=not isinstance(weights, Collection),
+            places=self._places,
+        )
+
+    def _places(self) -> list[torch.Tensor]:
+        return [*self.model.parameters(), *self.model.buffers()]
+
+    @contextmanager
+    def _lending(self, loans: Loans) -> Iterator[None]:
+        """Take back what is lent, also if the block raises: the caller's memory is his own then."""
+        try:
+            yield
+        except BaseException as error:
+            try:
+                self._intake.end_loans(loans)
+            except Exception as second:
+                error.add_note(f"weightload: {second}")
+            raise
+
+    def _feed(self, weights: Iterable[tuple[str, torch.Tensor]], loans: Loans) -> Iterator[Any]:
+        between = self._process().settle
+        return self._intake.feed(weights, loans=loans, between=between, lane=self._lane)
 
     def _not_swallowed(self, board: Board) -> None:
         """Raise what interrupted the loaders, if they went on as if nothing had happened."""
@@ -559,7 +627,7 @@ class WeightLoadSession:
             board = self._opened()
             if self.state is SessionState.PREPARED:
                 self._gate.move(Event.LOAD)
-            with ownership.entered(self), board.framework.ambient(self.model):
+            with self._working(board):
                 return self._process().early(module, role)
 
     def _seal(self) -> None:
@@ -580,7 +648,7 @@ class WeightLoadSession:
             raise board.completeness.never_came(absent, len(self._intake.seen))
         board.completeness.check_overlaps()
         board.completeness.check_unclaimed()
-        with ownership.entered(self), board.framework.ambient(self.model):
+        with self._working(board):
             if self._kind == "initial":
                 board.framework.before_processing(self.model)
                 board.learning.start_learning()
@@ -591,7 +659,7 @@ class WeightLoadSession:
     def _finish(self) -> None:
         """Commit what is left, compare, and remember what this load taught."""
         board = self._opened()
-        with ownership.entered(self), board.framework.ambient(self.model):
+        with self._working(board):
             self._process().commit_all()
             board.framework.after_processing(self.model)
         with self._progress.timed("verify"):

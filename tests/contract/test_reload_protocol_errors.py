@@ -139,7 +139,7 @@ def test_a_sender_that_copies_itself_is_not_copied_again(commit):
     live.model.addresses = []
     state = shards(20.0)
     with WeightLoadSession(live.model, commit=commit) as session:
-        session.load(iter(state.items()), borrowed=False)
+        session.load(iter(state.items()), transport=[])
     assert live.model.addresses == [tensor.data_ptr() for tensor in state.values()]
     assert held_in(live.model.layers[0]) == [-20.0, -21.0, -22.0]
 

@@ -266,7 +266,7 @@ def test_the_experts_of_other_ranks_are_counted_and_not_copied(how, commit):
         if how == "mapping":
             session.load(state)
         else:
-            session.load(iter(state.items()), borrowed=False)
+            session.load(iter(state.items()), transport=[])
     assert (session.receipt.consumed.count, session.receipt.skipped.count) == (2, 2)
     assert live.model.seen == {name: tensor.data_ptr() for name, tensor in state.items()}
     live.equals(state)

@@ -17,7 +17,7 @@ from weightload import (
     poison_of,
     weights_version,
 )
-from weightload.testing import TOYS, Bench, LoadingModel, layers, make_state
+from weightload.testing import TOYS, Bench, LoadingModel, ToyModel, layers, make_state
 from weightload.testing.oracle import check_equal, expected, identical, outputs, toy_framework
 
 COMMITS = ["stream", "atomic"]
@@ -444,6 +444,63 @@ def test_an_optional_tensor_that_came_before_is_waited_for(commit):
         session.abort()
     bench.serves = None
     bench.reload(bench.state(5), commit=commit)
+
+
+@pytest.mark.parametrize("commit", COMMITS)
+def test_an_optional_tensor_that_may_stay_away_keeps_its_value(commit):
+    """It has a default, came once, and the scope names it: the default is not what is served."""
+    bench = Bench(lambda: LoadingModel(layers.Linear(), layers.BufferedLayer()))
+    state = {**bench.state(2), "layers.1.temperature": torch.tensor(3.0)}
+    bench.reload(state, commit=commit)
+    for seed in (3, 4):
+        new = {**bench.state(seed), "layers.1.temperature": torch.tensor(3.0)}
+        part = {name: one for name, one in new.items() if "temperature" not in name}
+        session = bench.open(commit=commit, scope=Scope.full(allow_missing=["*.temperature"]))
+        session.load(part)
+        session.finish()
+        check_equal(bench.model, bench.factory, new)
+
+
+def test_a_part_that_is_written_by_index_does_not_let_the_rest_stay_away_in_an_atomic_load():
+    """Nobody knows which rows came, so that the others could not be kept."""
+    bench = Bench(lambda: LoadingModel(layers.Linear(), layers.ScatteredLinear(packed=False)))
+    scope = Scope.full(allow_missing=["*"])
+    session = bench.open(commit="atomic", scope=scope)
+    session.load({"layers.1.weight/1": bench.state(2)["layers.1.weight/1"]})
+    with pytest.raises(IncompleteLoadError, match=r"layers\.1\.weight"):
+        session.finish()
+    bench.check_ended(session)
+    session = bench.open(scope=scope)
+    session.load({"layers.1.weight/1": bench.state(2)["layers.1.weight/1"]})
+    session.finish()
+    state = together(bench.state(1), bench.state(2), ["layers.1.weight/1"])
+    check_equal(bench.model, bench.factory, state)
+
+
+@pytest.mark.parametrize("commit", COMMITS)
+def test_an_optional_tensor_that_is_packed_with_others_may_not_stay_away_alone(commit):
+    """The hook has made the scale a number: it cannot be kept beside a weight that is new."""
+    bench = Bench(lambda: LoadingModel(layers.Linear(), layers.DefaultScaleLinear()))
+    state = {**bench.state(2), "layers.1.scale": torch.tensor([3.0])}
+    bench.reload(state, commit=commit)
+    scope = Scope.full(allow_missing=["*.scale"])
+    session = bench.open(commit=commit, scope=scope)
+    session.load({"layers.0.weight": bench.state(3)["layers.0.weight"]})
+    session.load({"layers.1.weight": bench.state(3)["layers.1.weight"]})
+    with pytest.raises(IncompleteLoadError, match=r"layers\.1\.scale"):
+        session.finish()
+    bench.reload(state, commit=commit)
+
+
+@pytest.mark.parametrize("commit", COMMITS)
+def test_a_part_waits_for_an_optional_tensor_that_it_names(commit):
+    """The buffer has a default, came with the last load, and comes last with the part."""
+    bench = Bench(lambda: ToyModel(layers.BufferedLayer()))
+    state = {**bench.state(2), "layers.0.temperature": torch.tensor(3.0)}
+    bench.reload(state, commit=commit)
+    new = {**bench.state(3), "layers.0.temperature": torch.tensor(2.0)}
+    load_only(bench, list(new), new, commit=commit).finish()
+    check_equal(bench.model, bench.factory, new)
 
 
 def test_a_part_of_a_model_with_packed_layers_of_another_rank_can_be_loaded():

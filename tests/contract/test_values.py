@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from weightload import SessionState, WeightLoadSession, WeightMismatchError
-from weightload.testing import TOYS, Bench
+from weightload.testing import TOYS, Bench, LoadingModel, layers
 from weightload.testing.oracle import check_equal, expected, identical, outputs
 
 NAME = "layers.1.weight"
@@ -47,6 +47,38 @@ def test_what_is_lossier_is_refused(bench, dtype, source):
     assert session.state is SessionState.ABORTED
     assert caught.value.facts["found"] == str(dtype)
     bench.check_ended(session, caught.value)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.float8_e5m2])
+def test_what_is_lossier_is_refused_of_a_name_that_is_new_to_the_model(dtype, source):
+    """No earlier load says of which type a tensor comes that has a default."""
+    bench = Bench(lambda: LoadingModel(layers.Linear(), layers.DefaultScaleLinear()))
+    state = {"layers.1.scale": torch.ones(1).to(dtype), **bench.state(2)}
+    session = bench.open()
+    with pytest.raises(WeightMismatchError, match=rf"layers\.1\.scale.*{dtype}.*float32"):
+        session.load(SOURCES[source](state))
+    bench.check_ended(session)
+    bench.reload({**state, "layers.1.scale": torch.ones(1).half()})
+
+
+def test_an_integer_that_is_new_to_the_model_may_be_widened():
+    class Counting(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
+            self.register_buffer("count", torch.zeros(1, dtype=torch.int64))
+
+    model = Counting()
+    with WeightLoadSession(model) as session:
+        session.load({"weight": torch.ones(2)})
+    with WeightLoadSession(model) as session:
+        session.load({"weight": torch.ones(2), "count": torch.tensor([7], dtype=torch.int32)})
+    assert model.count.tolist() == [7]
+    session = WeightLoadSession(model)
+    session.prepare()
+    with pytest.raises(WeightMismatchError, match=r"count.*complex64"):
+        session.load({"weight": torch.ones(2), "count": torch.tensor([7 + 0j])})
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])

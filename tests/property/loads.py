@@ -22,7 +22,7 @@ from weightload import (
 )
 from weightload.framework import load_into
 from weightload.testing import CollectingModel, make_state
-from weightload.testing.layers import PackedHead
+from weightload.testing.layers import PackedHead, ScatteredLinear, TableLinear
 
 
 class SourceError(Exception):
@@ -146,12 +146,13 @@ def together(old, new):
 
 
 @st.composite
-def loads(draw, factory, served, first, tried, poisoned, *, last=False):
+def loads(draw, factory, served, known, first, tried, poisoned, *, last=False):
     """Return a random load.
 
     Args:
         factory: makes the model without weights.
         served: what the last finished load left the model with; ``None`` before the first.
+        known: the names by which the last finished loads brought that.
         first: the names that the first finished load brought, ``None`` before it.
         tried: the names that first loads brought which failed.
         poisoned: whether the model is poisoned.
@@ -184,6 +185,8 @@ def loads(draw, factory, served, first, tried, poisoned, *, last=False):
         state = {name: state.get(name, served[name]) for name in names}
         promised = Scope.only(names)
         becomes = together(served, state)
+        if any(name in TIED and name not in known for name in part):
+            excuses.add(UnexpectedWeightError)  # the model knows it by the other name
         if scope == "only at random" or model.__class__.__name__ == "CollectingModel":
             excuses |= {IncompleteLoadError, UnsupportedError}
     elif scope.startswith("stays away"):
@@ -242,9 +245,9 @@ def loads(draw, factory, served, first, tried, poisoned, *, last=False):
     if last or not names:
         return load
     _widen(draw, load)
-    # In another order than the tree's, hooks of tied weights give what no fresh load gives.
-    tied = any(isinstance(one, PackedHead) for one in model.layers.modules())
-    if not (initial and tied) and draw(st.sampled_from([False] * 4 + [True])):
+    # In another order than the tree's, hooks of what is shared give what no fresh load gives.
+    shared = any(isinstance(one, PackedHead | TableLinear) for one in model.layers.modules())
+    if not (initial and shared) and draw(st.sampled_from([False] * 4 + [True])):
         load.early = (draw(st.integers(0, len(chunks) - 1)), draw(st.integers(0, 20)))
         load.excuses |= {IncompleteLoadError, UsageError}
         if any(name.endswith(".scale") for name in load.sends):
@@ -280,7 +283,7 @@ def _break(draw, load, model, initial):
     """Build a fault in, if it can be one in this load."""
     # In a model that collects first, nobody knows which name a rogue write belongs to.
     stores = hasattr(model, "store") and not isinstance(model, CollectingModel)
-    stores = stores and list(elsewhere(load))
+    stores = stores and list(elsewhere(load, model))
     possible = [
         fault
         for fault in sorted(FAULTS)
@@ -333,14 +336,19 @@ def may_miss(name):
     return is_optional(name) or name in TIED
 
 
-def elsewhere(load):
+def elsewhere(load, model):
     """Yield names whose places a loader could fill by mistake, and be found out.
 
-    What a loader compares with the value that is there cannot be told from what belongs there.
+    What a loader compares with the value that is there cannot be told from what belongs there, and
+    of two names that fill no plain regions of one tensor nobody knows which part is whose.
     """
+    stem, _, shard = load.where.partition("/")
+    owner = model.get_submodule(stem.rpartition(".")[0]) if shard else None
+    scattered = isinstance(owner, ScatteredLinear)
     for name in load.becomes if load.scope.startswith("only") else load.sends:
         looked_at = ".largest" in name or ".checked" in name
-        if name != load.where and not looked_at and not may_miss(name):
+        together = scattered and name.startswith(f"{stem}/")
+        if name != load.where and not looked_at and not together and not may_miss(name):
             yield name
 
 

@@ -7,6 +7,7 @@ from loads import (
     FAULTS,
     LOADERS_ERRORS,
     SEEN_AT_ONCE,
+    TIED,
     Interrupt,
     SourceError,
     elsewhere,
@@ -52,12 +53,14 @@ class Subject(Bench):
         first: the names that the first finished load brought, ``None`` before it.
         tried: the names that first loads brought which failed.
         served: what the last finished load left the model with, whatever happened since.
+        known: the names by which the last finished loads brought that.
         number: how many sessions there were.
     """
 
     first: set | None = None
     tried: set = attrs.field(factory=set)
     served: dict | None = None
+    known: set = attrs.field(factory=set)
     number: int = 0
 
     def __attrs_post_init__(self):
@@ -80,6 +83,8 @@ class Subject(Bench):
     def finished(self, session, load):
         """Check a load that was finished."""
         self.serves = self.served = dict(load.becomes)
+        part = load.scope.startswith(("only", "stays away"))
+        self.known = load.sends.keys() | (self.known if part else set())
         if self.first is None:
             self.first = set(load.sends)
             self.kept = Kept.of(self.model)
@@ -126,7 +131,14 @@ def run_example(draw, coverage):
     count = draw(st.integers(1, 4))
     for number in range(count + 1):
         last = number == count
-        arguments = (recipe, subject.served, subject.first, subject.tried, subject.poisoned)
+        arguments = (
+            recipe,
+            subject.served,
+            subject.known,
+            subject.first,
+            subject.tried,
+            subject.poisoned,
+        )
         outcome, load = run_load(subject, draw(loads(*arguments, last=last)))
         require(outcome == "finished" or not last, "a complete load did not make it right")
         event(f"{load.fault}: {outcome}")
@@ -232,7 +244,7 @@ def _tries_another(pairs, model):
 def _let_store_err(model, load):
     """Let the model's loader fill another place as well, with something else."""
     store = model.store
-    places = list(elsewhere(load))
+    places = list(elsewhere(load, model))
     other = places[load.countdown % len(places)]
 
     def store_twice(name, tensor):
@@ -259,6 +271,8 @@ def _check_nothing_was_wrong(subject, load, armed, poison):
     elif load.fault == "missing":
         require(may_miss(load.where), f"{load.where} was left out and not missed")
         load.becomes = {name: one for name, one in load.becomes.items() if name != load.where}
+        for twin in set(TIED) & load.becomes.keys() - load.sends.keys():
+            load.becomes[twin] = subject.served[twin]  # neither of the two came
     else:
         require(load.fault is None, f"{load.fault} at {load.where} went unnoticed")
     partial = load.scope.startswith("only")

@@ -6,10 +6,12 @@ import torch
 from weightload import DuplicateWeightError, UnexpectedWeightError, WeightMismatchError
 from weightload.intake import Intake, pairs_of, unpack
 from weightload.record import SourceFact
+from weightload.transport import Loans
 
 
-def feed(intake, pairs, *, borrowed=False):
-    return intake.feed(pairs, borrowed=borrowed, between=lambda: None)
+def feed(intake, pairs, *, lent=False, between=lambda: None):
+    loans = Loans(buffers=None if lent else [], each=True)
+    return intake.feed(pairs, loans=loans, between=between)
 
 
 def known(**shapes):
@@ -58,7 +60,7 @@ def test_a_lenient_intake_takes_a_name_again():
     assert len(list(feed(intake, [("a", torch.ones(1)), ("a", torch.ones(1))]))) == 2
 
 
-def test_a_borrowed_tensor_is_copied_before_a_loader_has_it():
+def test_a_lent_tensor_that_is_kept_is_copied_before_the_next_one_is_asked_for():
     buffer = torch.zeros(2)
 
     def source():
@@ -66,7 +68,7 @@ def test_a_borrowed_tensor_is_copied_before_a_loader_has_it():
             yield f"w{value}", buffer.fill_(value)
 
     intake = Intake(manifest=None)
-    kept = list(feed(intake, source(), borrowed=True))
+    kept = list(feed(intake, source(), lent=True))
     assert [tensor.tolist() for _, tensor in kept] == [[1, 1], [2, 2]]
 
 
@@ -93,7 +95,7 @@ def test_between_is_called_when_the_loader_has_let_go_of_a_tensor():
     calls = []
     intake = Intake(manifest=None)
     pairs = [("a", torch.ones(1)), ("b", torch.ones(1))]
-    for name, _ in intake.feed(pairs, borrowed=False, between=lambda: calls.append("between")):
+    for name, _ in feed(intake, pairs, between=lambda: calls.append("between")):
         calls.append(name)
     assert calls == ["a", "between", "b", "between"]
 

@@ -150,7 +150,7 @@ def _load_path(worker: Any, path: str | None = None) -> Any:
     if headers is not None:
         session.check(_Lazy(headers), complete=True)
     if session.baseline_known:
-        session.load(loader.get_all_weights(model_config, model), borrowed=False)
+        session.load(loader.get_all_weights(model_config, model), transport=[])
     else:
         # Files come in the order of a fresh load, in which the last of several names counts.
         weights = loader.get_all_weights(model_config, model)
