@@ -28,6 +28,7 @@ from weightload.errors import (
     WeightLoadError,
     WeightMismatchError,
 )
+from weightload.family import Draft
 from weightload.framework import Framework, default_registry
 from weightload.lifecycle import abort_reload, finish_reload, start_reload
 from weightload.ownership import (
@@ -53,6 +54,7 @@ except PackageNotFoundError:  # used from a source tree that is not installed
 __all__ = [
     "CheckpointError",
     "CheckpointFileError",
+    "Draft",
     "DuplicateWeightError",
     "EngineLostError",
     "Framework",
