@@ -199,6 +199,13 @@ def engine_config(worker: Any) -> contextlib.AbstractContextManager[Any]:
     return set_current_vllm_config(worker.vllm_config)
 
 
+def draft_config(worker: Any) -> Any:
+    """Return the configuration that a draft model was constructed with."""
+    drafter = getattr(worker.model_runner, "drafter", None)
+    make = getattr(drafter, "_create_draft_vllm_config", None)
+    return worker.vllm_config if make is None else make()
+
+
 def why_not_through_sessions(engine: Any) -> str | None:
     """Say why what a transfer engine receives cannot be given to a session, or return ``None``.
 
