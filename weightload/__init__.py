@@ -40,6 +40,7 @@ from weightload.ownership import (
     weights_version,
 )
 from weightload.plan import Plan
+from weightload.raw import in_session
 from weightload.receipt import Names, Receipt
 from weightload.registry import ModuleRegistry, ModuleRule, Role
 from weightload.scope import Scope
@@ -89,6 +90,7 @@ __all__ = [
     "current_session",
     "default_registry",
     "finish_reload",
+    "in_session",
     "open_session",
     "poison_of",
     "require_usable",
