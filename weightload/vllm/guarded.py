@@ -14,6 +14,7 @@ from typing import Any
 from weightload.errors import ModelBusyError, UnsupportedError, UsageError
 from weightload.lifecycle import start_reload
 from weightload.ownership import open_session, owner_of, require_usable
+from weightload.refusals import why_refused
 from weightload.vllm import compat
 from weightload.vllm.vetoes import vetoes_of
 from weightload.vllm.worker import (
@@ -146,10 +147,7 @@ class _Guard:
 
         def run(sessions: list[Any]) -> None:
             if not is_checkpoint_format:
-                raise UnsupportedError(
-                    "reload_weights(is_checkpoint_format=False) writes tensors past every check. "
-                    "Send the checkpoint's tensors."
-                )
+                raise UnsupportedError(why_refused("kernel format"))
             OPERATIONS["start"](self)
             sessions.append(open_session(self.get_model()))
             if weights_iterator is not None:
