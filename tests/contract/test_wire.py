@@ -52,6 +52,7 @@ def received(opening, buckets, closing, *, capacity=CAPACITY):
     return found
 
 
+@pytest.mark.holds("I07")
 @pytest.mark.parametrize("announced", [True, False])
 @pytest.mark.parametrize("capacity", [64, 128, 256, 1 << 16])
 def test_what_is_unpacked_is_what_was_packed(capacity, announced):

@@ -62,6 +62,7 @@ def problems(label, found, ranks):
             yield f"the next update to {path} ends in {found[f'then {path}']}"
 
 
+@pytest.mark.holds("H04", "H07")
 @pytest.mark.parametrize(("ranks", "worker"), [(1, "auto"), (2, "weightload.vllm.GuardedWorker")])
 def test_a_fault_is_told_in_time_and_the_next_update_is_right(ranks, worker, run_case):
     case = run_case(
