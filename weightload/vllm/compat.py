@@ -242,6 +242,22 @@ def set_update_active(worker: Any, flag: bool) -> None:
     worker._weight_update_active = flag
 
 
+def set_update_target(engine: Any, target: tuple[nn.Module, Any] | None) -> None:
+    """Point a transfer engine at a model and its configuration, or at its own for ``None``.
+
+    Versions that have one target only have no such methods.
+    """
+    if target is None:
+        getattr(engine, "reset_weight_update_target", lambda: None)()
+    else:
+        getattr(engine, "set_weight_update_target", lambda *_: None)(*target)
+
+
+def drain_pending(engine: Any) -> None:
+    """Wait until a transfer engine has done what it put off, in versions that let it."""
+    getattr(engine, "drain_pending", lambda: None)()
+
+
 def release_received(engine: Any) -> None:
     """Let go of the sender's memory, as vLLM's IPC engine does when an update is finished."""
     importer = getattr(engine, "_packed_importer", None)
@@ -250,16 +266,22 @@ def release_received(engine: Any) -> None:
 
 
 def register_transfer(backend: str, module: str, engine: str, trainer: str) -> None:
-    """Register both sides of a transport; nothing is done where vLLM has no such engines."""
+    """Register both sides of a transport; a side that this vLLM does not have is left out.
+
+    Trainers have been made from their initial information alone only since that names its backend.
+    """
     base = "vllm.distributed.weight_transfer.base"
     home = "vllm.distributed.weight_transfer.factory"
-    if not hasattr(_find(base, "WeightTransferEngine"), "start_weight_update"):
-        return
-    for factory, name in (
-        (_find(home, "WeightTransferEngineFactory"), engine),
-        (_find(home, "WeightTransferTrainerFactory"), trainer),
+    known = getattr(_find(base, "TrainerInitInfo"), "__annotations__", {})
+    for has, factory, name in (
+        (
+            hasattr(_find(base, "WeightTransferEngine"), "start_weight_update"),
+            _find(home, "WeightTransferEngineFactory"),
+            engine,
+        ),
+        ("backend" in known, _find(home, "WeightTransferTrainerFactory"), trainer),
     ):
-        if factory is not None and backend not in getattr(factory, "_registry", ()):
+        if has and factory is not None and backend not in getattr(factory, "_registry", ()):
             factory.register_engine(backend, module, name)
 
 
