@@ -261,6 +261,12 @@ def test_both_sides_of_an_arena_see_the_same_bytes():
         Arena.open(mine.path, 1024, mine.token)
 
 
+def test_an_arena_that_nothing_has_room_for_is_an_error_and_no_crash():
+    """Memory that is promised and is not there would end the process at the first write."""
+    with pytest.raises(OSError, match="."):
+        Arena.create(1 << 50)
+
+
 def test_another_file_of_the_same_name_is_not_taken_for_the_senders():
     """Two containers may have a file of one name each."""
     mine = Arena.create(64)

@@ -28,7 +28,7 @@ from weightload.scope import Scope
 from weightload.vllm import caches, compat
 from weightload.vllm.liveness import Liveness
 from weightload.vllm.worker import gather, run_operation
-from weightload.wire import BucketWriter, forms_of
+from weightload.wire import ALIGNMENT, BucketWriter, forms_of
 
 __all__ = ["areload", "reload"]
 
@@ -374,8 +374,11 @@ class _Job:
             intake = Intake(manifest=None, check_finite=True)
             for name, tensor in weights.items():
                 intake.check_pair(name, tensor)
-        forms = forms_of(weights) if isinstance(weights, Mapping) else None
-        arena = Arena.create(BUCKET_BYTES)
+        forms, nbytes = None, BUCKET_BYTES
+        if isinstance(weights, Mapping):
+            forms = forms_of(weights)
+            nbytes = min(nbytes, sum(one.nbytes + ALIGNMENT for one in weights.values()))
+        arena = Arena.create(nbytes)
         try:
             writer = BucketWriter(arena.memory, forms=forms)
             where = {"path": arena.path, "nbytes": arena.memory.numel(), "token": arena.token}

@@ -224,6 +224,13 @@ def run(folder, ranks, worker="auto"):
         time.sleep(2.5)
         return raised or early
 
+    def ended(way):
+        """Begin an update, and end it as an operator would."""
+        raised = sender().do("meet", **way)
+        llm.start_weight_update()
+        llm.shutdown_weight_transfer_engine()
+        return raised
+
     def faults(name, way):
         llm.collective_rpc("switch", args=(f"weightload_{name}",))
         kinds = ["shape", "dtype", "digest", "count", "order", "twice", "left out"]
@@ -244,6 +251,7 @@ def run(folder, ranks, worker="auto"):
             attempt(f"{name}, rank 1 alone fails, stream", way, lambda: broken(way))
         else:
             attempt(f"{name}, silent, stream", way, lambda: silent(way), finish=False)
+            attempt(f"{name}, ended from outside, stream", way, lambda: ended(way))
 
     for name, way in ways.items():
         faults(name, way)
