@@ -38,7 +38,7 @@ def test_what_a_trainer_sends_is_what_the_engine_serves(family, ranks, worker, l
     )
     assert case["A against B"].startswith("tokens differ"), "or else nothing here could fail"
     steps = case["steps"]
-    assert len(steps) == (9 if large else 12)
+    assert len(steps) == (10 if large else 13)
     good = {"raised": None, "verdict": "same"}
     wrong = {label: step for label, step in steps.items() if step != {**good, "version": label}}
     assert wrong == {}

@@ -4,7 +4,10 @@ It reaches the engine through the same pipe: vLLM's client protocol is four meth
 question that the engine's process answers.
 """
 
+import os
+import signal
 import sys
+import time
 import traceback
 from multiprocessing.connection import Client
 
@@ -69,12 +72,27 @@ class Trainer:
         client = Pipe(self.pipe)
         self.engine = WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
 
-    def send(self, path, version=None):
+    def send(self, path, version=None, die_at=None):
         self.engine.source = Checkpoint(path, self.device)
+        if die_at is not None:
+            self.die_in_broadcast(die_at)
         if version is None:
             self.engine.send_weights()  # vLLM's own trainers know no version
         else:
             self.engine.send_weights(version)
+
+    def die_in_broadcast(self, number):
+        """End as by ``kill -9`` when all workers are waiting for the bytes of a bucket."""
+        broadcast, calls = self.engine._end.broadcast, []
+
+        def deadly(nbytes):
+            calls.append(nbytes)
+            if len(calls) == number:
+                time.sleep(0.5)  # by then they wait for nothing but the bytes
+                os.kill(os.getpid(), signal.SIGKILL)
+            broadcast(nbytes)
+
+        self.engine._end.broadcast = deadly
 
     def part(self):
         if self.engine is not None:

@@ -107,6 +107,14 @@ def run(family, folder, ranks, worker="auto", large=False):
     sender = Sender(llm, a_path, b_path)
     order = itertools.cycle([(b_path, b, "stream"), (a_path, a, "atomic"), (b_path, b, "atomic"),
                              (a_path, a, "stream")])  # fmt: skip
+
+    def look(label, want, raised=None):
+        result["steps"][label] = {
+            "raised": raised,
+            "verdict": describe_difference(want, observe(llm)),
+            "version": llm.get_weight_version(),
+        }
+
     for backend, way in {
         "shm": {},
         "gloo": {"world_size": 1 + ranks, "deadline": 60},
@@ -119,11 +127,13 @@ def run(family, folder, ranks, worker="auto", large=False):
             label = f"{backend}, {size}, {path.name}, {commit}"
             raised = sender.do("meet", backend=backend, bucket_bytes=size, commit=commit, **way)
             raised = raised or sender.do("send", path=str(path), version=label)
-            result["steps"][label] = {
-                "raised": raised,
-                "verdict": describe_difference(want, observe(llm)),
-                "version": llm.get_weight_version(),
-            }
+            look(label, want, raised)
+    path, want, _ = next(order)
+    label = "a folder that is there already, and no trainer"
+    llm.start_weight_update()
+    llm.update_weights({"update_info": {"path": str(path)}})
+    llm.finish_weight_update(label)
+    look(label, want)
     sender.close()
     stop_engine(llm)
     return result

@@ -170,6 +170,14 @@ def run(folder, ranks, worker="auto"):
             raised = raised or one.do("send", path=str(b_path), version="killed")
         return raised or one.last_error
 
+    def killed_in_broadcast(way):
+        one = sender()
+        raised = one.do("meet", **way, commit="atomic")
+        with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+            raised = raised or one.do("send", path=str(b_path), version="killed", die_at=MIDDLE)
+        one.process.wait(10)
+        return raised or one.last_error
+
     def two_at_once(way):
         one = sender()
         raised = one.do("meet", **way)
@@ -241,6 +249,8 @@ def run(folder, ranks, worker="auto"):
             act = functools.partial(with_lies, way, kind, commit)
             attempt(f"{name}, {kind}, {commit}", way, act)
         attempt(f"{name}, killed in a bucket, atomic", way, lambda: killed(way, "atomic", "in"))
+        if name == "gloo":
+            attempt("gloo, killed in a broadcast, atomic", way, lambda: killed_in_broadcast(way))
         attempt(
             f"{name}, killed between buckets, stream",
             way,
