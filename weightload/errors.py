@@ -20,6 +20,7 @@
     │   └── VerificationError           a live tensor does not hold what was sent
     ├── ModelPoisonedError          the model holds a mixture of old and new weights
     ├── EngineLostError             a process of the engine has ended
+    ├── TransportError              what came is not what was sent, or nothing came in time
     └── UnsupportedError            refused before any write
 
 Exceptions that a *source* raises while it yields tensors are not wrapped: they reach the caller
@@ -47,6 +48,7 @@ __all__ = [
     "ProcessingError",
     "SessionMisnestedError",
     "StorageChangedError",
+    "TransportError",
     "UnclassifiedModuleError",
     "UnexpectedWeightError",
     "UnsupportedError",
@@ -194,6 +196,10 @@ class ModelPoisonedError(WeightLoadError):
 
 class EngineLostError(WeightLoadError):
     """A process of the engine has ended, so the engine is lost; only a new one can go on."""
+
+
+class TransportError(WeightLoadError):
+    """What came over a transport is not what was sent, or the other side did not answer in time."""
 
 
 class UnsupportedError(WeightLoadError):

@@ -100,6 +100,7 @@ class WeightLoadSession:
         state: what has happened so far.
         receipt: what was done; ``None`` until the session has ended.
         opener: whom it was opened for; free for callers that open sessions for others.
+        inbox: what such callers keep while tensors come in several calls.
     """
 
     def __init__(
@@ -134,6 +135,7 @@ class WeightLoadSession:
         self.scope = Scope() if scope is None else scope
         self.receipt: Receipt | None = None
         self.opener: str | None = None
+        self.inbox: Any = None
         self._gate = Gate(self.id)
         self._commit: Commit = commit
         self._check_finite = check_finite

@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 import torch
 
-from weightload.bucket import BucketWriter
+from weightload.arena import Arena
 from weightload.errors import (
     EngineLostError,
     ModelPoisonedError,
@@ -28,6 +28,7 @@ from weightload.scope import Scope
 from weightload.vllm import caches, compat
 from weightload.vllm.liveness import Liveness
 from weightload.vllm.worker import gather, run_operation
+from weightload.wire import ALIGNMENT, BucketWriter, forms_of
 
 __all__ = ["areload", "reload"]
 
@@ -36,6 +37,9 @@ Version = str | int | None
 Publish = Callable[[Version, Version], object]
 Veto = Callable[[Any], str | None]
 Steps = Generator[Callable[[], Any], Any, Any]
+
+BUCKET_BYTES = 64 << 20
+"""Size of the memory through which tensors go to worker processes; larger ones go in parts."""
 
 
 def reload(
@@ -373,22 +377,25 @@ class _Job:
             yield from self._send(weights)
 
     def _send(self, weights: Any) -> Steps:
+        if isinstance(weights, Mapping) and self.options["check_finite"]:
+            intake = Intake(manifest=None, check_finite=True)
+            for name, tensor in weights.items():
+                intake.check_pair(name, tensor)
+        forms, nbytes = None, BUCKET_BYTES
         if isinstance(weights, Mapping):
-            if self.options["check_finite"]:
-                intake = Intake(manifest=None, check_finite=True)
-                for name, tensor in weights.items():
-                    intake.check_pair(name, tensor)
-            forms = {
-                name: [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
-                for name, tensor in weights.items()
-            }
-            gather((yield self.reach.call("check", shapes=forms)))
-        writer = BucketWriter()
+            forms = forms_of(weights)
+            nbytes = min(nbytes, sum(one.nbytes + ALIGNMENT for one in weights.values()))
+        arena = Arena.create(nbytes)
         try:
-            for table in writer.fill(pairs_of(weights)):
-                gather((yield self.reach.call("load_bucket", path=writer.path, table=table)))
+            writer = BucketWriter(arena.memory, forms=forms)
+            where = {"path": arena.path, "nbytes": arena.memory.numel(), "token": arena.token}
+            opening = writer.opening()
+            gather((yield self.reach.call("open_buckets", where=where, opening=opening)))
+            for record in writer.fill(pairs_of(weights)):
+                gather((yield self.reach.call("load_bucket", record=record)))
+            gather((yield self.reach.call("close_buckets", record=writer.closing())))
         finally:
-            writer.close()
+            arena.close(remove=True)
 
     def _compare(self, agreed: list[dict[str, Any]]) -> None:
         """Compare what ranks received, where all of them were sent the same."""

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from weightload.arena import Arena
 from weightload.baking import bake
-from weightload.bucket import read_bucket
 from weightload.errors import UnsupportedError, UsageError, WeightLoadError
 from weightload.family import Draft
 from weightload.files import Header, checkpoint_folder, read_headers
@@ -33,7 +32,9 @@ from weightload.record import record_of
 from weightload.scope import Scope
 from weightload.vllm import caches, compat
 from weightload.vllm.framework import VllmFramework
+from weightload.vllm.lazy import LazyCheckpoint
 from weightload.vllm.vetoes import draft_of, vetoes_of
+from weightload.wire import BucketReader
 
 __all__ = [
     "OPERATIONS",
@@ -41,6 +42,7 @@ __all__ = [
     "framework_for",
     "gather",
     "outcome_of",
+    "poison_model",
     "reset_or_poison",
     "run_operation",
     "worker_extension",
@@ -151,9 +153,40 @@ def _load(worker: Any, weights: Any) -> Any:
     return None
 
 
-def _load_bucket(worker: Any, path: str, table: list[Any]) -> Any:
-    _session(worker).load(list(read_bucket(path, table)))
+def _open_buckets(worker: Any, where: dict[str, Any], opening: dict[str, Any]) -> Any:
+    """Get ready for what comes in shared memory; what is announced is checked before any write."""
+    session = _session(worker)
+    arena = Arena.open(**where)
+    reader = BucketReader(opening, arena.memory.numel())
+    if reader.forms is not None:
+        session.check(reader.forms, complete=True)
+    session.inbox = arena, reader
     return None
+
+
+def _load_bucket(worker: Any, record: dict[str, Any]) -> Any:
+    session = _session(worker)
+    arena, reader = _inbox(session)
+    pairs = reader.take(record, arena.memory)
+    if pairs:
+        session.load(pairs, transport=arena.memory)
+    return None
+
+
+def _close_buckets(worker: Any, record: dict[str, Any]) -> Any:
+    session = _session(worker)
+    arena, reader = _inbox(session)
+    reader.close(record)
+    arena.close()
+    session.inbox = None
+    return None
+
+
+def _inbox(session: Any) -> tuple[Arena, BucketReader]:
+    if session.inbox is None:
+        raise UsageError("No buckets are expected; call open_buckets first.")
+    inbox: tuple[Arena, BucketReader] = session.inbox
+    return inbox
 
 
 def _load_path(worker: Any, path: str | None = None) -> Any:
@@ -169,7 +202,7 @@ def _load_path(worker: Any, path: str | None = None) -> Any:
         model_config.revision = None
     headers = _headers(loader, model_config, model)
     if headers is not None:
-        session.check(_Lazy(headers), complete=True)
+        session.check(LazyCheckpoint(headers), complete=True)
     if session.baseline_known:
         session.load(loader.get_all_weights(model_config, model), transport=[])
     else:
@@ -212,11 +245,15 @@ def _abort(worker: Any, cause: str = "aborted by the caller", opener: str | None
 
 def _poison(worker: Any, cause: str) -> Any:
     """Mark a model that is whole itself, and does not go with those of the other ranks."""
-    model = worker.get_model()
+    poison_model(worker.get_model(), cause)
+    return None
+
+
+def poison_model(model: nn.Module, cause: str) -> None:
+    """Mark a model that does not go with those of other ranks, unless it is marked already."""
     if poison_of(model) is None:
         poison = Poison(session=0, version=None, step="agree", module=None, cause=cause)
         record_poison(model, poison)
-    return None
 
 
 def _status(worker: Any) -> Any:
@@ -237,7 +274,9 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "bake": _bake,
     "check": _check,
     "load": _load,
+    "open_buckets": _open_buckets,
     "load_bucket": _load_bucket,
+    "close_buckets": _close_buckets,
     "load_path": _load_path,
     "seal": _seal,
     "finish": _finish,
@@ -283,7 +322,9 @@ def worker_extension(prefix: str) -> type:
     """Make a class for vLLM's ``worker_extension_cls`` whose methods start with ``prefix_``.
 
     Methods: ``start(version=None, commit="stream", ...)`` with the options of a session,
-    ``check(shapes)``, ``load(weights)``, ``load_bucket(path, table)``, ``load_path(path=None)``,
+    ``check(shapes)``, ``load(weights)``, ``load_path(path=None)``, ``open_buckets(where, opening)``,
+    ``load_bucket(record)`` and ``close_buckets(record)`` for what :mod:`weightload.wire` packs into
+    a :class:`weightload.arena.Arena`,
     ``seal()`` (when all ranks have sealed, all may finish), ``finish(reset=...)``,
     ``abort(cause=...)``, ``poison(cause)`` (some ranks finished and others could not) and
     ``status()``. Each returns an outcome; see :func:`gather`. To choose a prefix, give the class
@@ -345,47 +386,3 @@ def _headers(loader: Any, model_config: Any, model: nn.Module) -> dict[str, Head
         getattr(model, "allow_patterns_overrides", None),
     )
     return read_headers(sorted(files)) if safetensors else None
-
-
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-"""The names of types in safetensors files (https://huggingface.co/docs/safetensors)."""
-
-
-class _Lazy(Mapping[str, Any]):
-    """Shapes and types of a checkpoint's tensors, and the tensors themselves when they are asked for."""
-
-    def __init__(self, headers: dict[str, Header]) -> None:
-        self._headers = headers
-
-    def __getitem__(self, name: str) -> Any:
-        header = self._headers[name]
-        dtype = _DTYPES.get(header.dtype)
-        return header.shape if dtype is None else (header.shape, dtype)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._headers)
-
-    def __len__(self) -> int:
-        return len(self._headers)
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """Read one tensor."""
-        from safetensors import safe_open
-
-        file: Path = self._headers[name].file
-        with safe_open(file, framework="pt") as opened:
-            found: torch.Tensor = opened.get_tensor(name)
-        return found
