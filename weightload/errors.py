@@ -20,6 +20,7 @@
     │   └── VerificationError           a live tensor does not hold what was sent
     ├── ModelPoisonedError          the model holds a mixture of old and new weights
     ├── EngineLostError             a process of the engine has ended
+    ├── FleetError                  not every engine of a fleet has the new weights
     ├── TransportError              what came is not what was sent, or nothing came in time
     └── UnsupportedError            refused before any write
 
@@ -40,6 +41,7 @@ __all__ = [
     "CheckpointFileError",
     "DuplicateWeightError",
     "EngineLostError",
+    "FleetError",
     "IncompleteLoadError",
     "InvalidTransitionError",
     "ModelBusyError",
@@ -196,6 +198,14 @@ class ModelPoisonedError(WeightLoadError):
 
 class EngineLostError(WeightLoadError):
     """A process of the engine has ended, so the engine is lost; only a new one can go on."""
+
+
+class FleetError(WeightLoadError):
+    """Not every engine of a fleet has the new weights; ``facts["replicas"]`` says which has what.
+
+    ``model_intact`` is true if every one of them still serves what it served. The error of the
+    engine that failed is the cause.
+    """
 
 
 class TransportError(WeightLoadError):

@@ -19,11 +19,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from weightload.errors import UnsupportedError
 from weightload.refusals import why_refused
 
 __all__ = [
     "calls_model_hook",
     "construct",
+    "data_parallel_cores",
     "device_context",
     "engine_is_down",
     "engine_processes",
@@ -32,6 +34,7 @@ __all__ = [
     "recorded_format",
     "release_memory",
     "retie_word_embeddings",
+    "rpc_to_all_cores",
     "says_engine_is_down",
     "set_torchao_attributes",
     "take_over_online_layer",
@@ -324,3 +327,29 @@ def says_engine_is_down(error: Exception) -> bool:
     """Whether a failed call says that a worker was lost, which shows only seconds later."""
     said = str(error).removeprefix("Call to collective_rpc method failed: ")
     return said in ("Executor failed.", "cancelled", "Server shutting down")
+
+
+def data_parallel_cores(core: Any) -> int:
+    """Return how many engine cores a client has behind it, each with all of the model."""
+    return len(getattr(core, "core_engines", None) or [core])
+
+
+def rpc_to_all_cores(core: Any) -> Any:
+    """Return a ``collective_rpc`` that gives what the workers of all cores say.
+
+    Raises:
+        UnsupportedError: this version of vLLM has no way to hear more than the first core.
+    """
+    call = getattr(core, "call_utility_all_async", None)
+    if call is None:
+        raise UnsupportedError(
+            "This version of vLLM tells what the first of several data-parallel engine cores "
+            "says, and no other, so that nobody could know whether all have the same weights. "
+            "Run one engine for each, and update them as a weightload.Fleet."
+        )
+
+    async def collective_rpc(method: Any, *, kwargs: dict[str, Any]) -> list[Any]:
+        found = await call("collective_rpc", method, None, (), kwargs)
+        return [outcome for outcomes in found for outcome in outcomes]
+
+    return collective_rpc

@@ -10,17 +10,18 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from weightload.arena import Arena
 from weightload.baking import bake
-from weightload.errors import UnsupportedError, UsageError, WeightLoadError
+from weightload.errors import ModelBusyError, UnsupportedError, UsageError
 from weightload.family import Draft
 from weightload.files import Header, checkpoint_folder, read_headers
 from weightload.lifecycle import abort_reload, finish_reload, start_reload
+from weightload.outcomes import Outcome, gather, outcome_of
 from weightload.ownership import (
     Poison,
     open_session,
@@ -31,10 +32,12 @@ from weightload.ownership import (
 from weightload.record import record_of
 from weightload.scope import Scope
 from weightload.vllm import caches, compat
-from weightload.vllm.framework import VllmFramework
 from weightload.vllm.lazy import LazyCheckpoint
 from weightload.vllm.vetoes import draft_of, vetoes_of
 from weightload.wire import BucketReader
+
+if TYPE_CHECKING:
+    from weightload.vllm.framework import VllmFramework
 
 __all__ = [
     "OPERATIONS",
@@ -47,29 +50,6 @@ __all__ = [
     "run_operation",
     "worker_extension",
 ]
-
-Outcome = dict[str, Any]
-
-
-def gather(outcomes: Iterable[Outcome]) -> list[Any]:
-    """Return the value of each rank.
-
-    Raises:
-        WeightLoadError: the first rank that failed, with a note for every other.
-    """
-    outcomes = list(outcomes)
-    failed = [outcome for outcome in outcomes if "error" in outcome]
-    if not failed:
-        return [outcome["value"] for outcome in outcomes]
-    first = failed[0]
-    error: BaseException = first.get("exception") or WeightLoadError.from_plain(first["error"])
-    if isinstance(error, WeightLoadError):
-        error.facts.setdefault("rank", first["rank"])
-    if len(outcomes) > 1:
-        error.add_note(f"weightload: raised on rank {first['rank']} of {len(outcomes)}.")
-    for other in failed[1:]:
-        error.add_note(f"weightload: rank {other['rank']} too: {other['error']['message']}")
-    raise error
 
 
 def _start(
@@ -111,6 +91,8 @@ def _draft(worker: Any, prefix: str) -> Draft:
         raise UnsupportedError("The engine has no draft model; start it with a speculative_config.")
     framework = None
     if record_of(model) is None:
+        from weightload.vllm.framework import VllmFramework
+
         config = compat.draft_config(worker)
         framework = VllmFramework(
             config, worker.speculative_config.draft_model_config, worker.device, native=True
@@ -122,12 +104,14 @@ def framework_for(worker: Any, model: nn.Module, model_config: Any) -> VllmFrame
     """Return the framework for a model that vLLM loaded itself, ``None`` if it is known."""
     if record_of(model) is not None:
         return None
+    from weightload.vllm.framework import VllmFramework
+
     return VllmFramework(worker.vllm_config, model_config, worker.device, native=True)
 
 
-def _check(worker: Any, shapes: Mapping[str, Any]) -> Any:
+def _check(worker: Any, shapes: Mapping[str, Any], opener: str | None = None) -> Any:
     """Check names, shapes and types; a value is a shape, or a pair of a shape and a type's name."""
-    session = _session(worker)
+    session = _session(worker, opener)
     session.check({name: _form(value) for name, value in shapes.items()}, complete=True)
     return None
 
@@ -145,17 +129,19 @@ def _bake(worker: Any, shapes: Mapping[str, Any]) -> Any:
     return bake(model, shapes, framework=framework).to_plain()
 
 
-def _load(worker: Any, weights: Any) -> Any:
-    session = _session(worker)
+def _load(worker: Any, weights: Any, opener: str | None = None) -> Any:
+    session = _session(worker, opener)
     if isinstance(weights, Mapping):
         session.check(weights, complete=True)
     session.load(weights)
     return None
 
 
-def _open_buckets(worker: Any, where: dict[str, Any], opening: dict[str, Any]) -> Any:
+def _open_buckets(
+    worker: Any, where: dict[str, Any], opening: dict[str, Any], opener: str | None = None
+) -> Any:
     """Get ready for what comes in shared memory; what is announced is checked before any write."""
-    session = _session(worker)
+    session = _session(worker, opener)
     arena = Arena.open(**where)
     reader = BucketReader(opening, arena.memory.numel())
     if reader.forms is not None:
@@ -164,8 +150,8 @@ def _open_buckets(worker: Any, where: dict[str, Any], opening: dict[str, Any]) -
     return None
 
 
-def _load_bucket(worker: Any, record: dict[str, Any]) -> Any:
-    session = _session(worker)
+def _load_bucket(worker: Any, record: dict[str, Any], opener: str | None = None) -> Any:
+    session = _session(worker, opener)
     arena, reader = _inbox(session)
     pairs = reader.take(record, arena.memory)
     if pairs:
@@ -173,8 +159,8 @@ def _load_bucket(worker: Any, record: dict[str, Any]) -> Any:
     return None
 
 
-def _close_buckets(worker: Any, record: dict[str, Any]) -> Any:
-    session = _session(worker)
+def _close_buckets(worker: Any, record: dict[str, Any], opener: str | None = None) -> Any:
+    session = _session(worker, opener)
     arena, reader = _inbox(session)
     reader.close(record)
     arena.close()
@@ -189,8 +175,8 @@ def _inbox(session: Any) -> tuple[Arena, BucketReader]:
     return inbox
 
 
-def _load_path(worker: Any, path: str | None = None) -> Any:
-    session = _session(worker)
+def _load_path(worker: Any, path: str | None = None, opener: str | None = None) -> Any:
+    session = _session(worker, opener)
     model = worker.get_model()
     loader = _loader(worker)
     model_config = worker.model_config
@@ -212,14 +198,20 @@ def _load_path(worker: Any, path: str | None = None) -> Any:
     return None
 
 
-def _seal(worker: Any) -> Any:
-    return _session(worker).seal()
+def _seal(worker: Any, opener: str | None = None) -> Any:
+    return _session(worker, opener).seal()
 
 
-def _finish(worker: Any, reset: Iterable[str] = caches.ALL) -> Any:
-    receipt = finish_reload(worker.get_model()).to_plain()
+def _finish(worker: Any, reset: Iterable[str] = caches.ALL, opener: str | None = None) -> Any:
+    """Finish; asked again by the same opener, who may not have had the answer, give it again."""
+    last, receipt = getattr(worker, "_weightload_finished", (None, None))
+    if opener is not None and opener == last:
+        return receipt
+    _session(worker, opener)
+    receipt = {**finish_reload(worker.get_model()).to_plain(), "rank": worker.rank}
     reset_or_poison(worker, reset)
-    return {**receipt, "rank": worker.rank}
+    worker._weightload_finished = opener, receipt
+    return receipt
 
 
 def reset_or_poison(worker: Any, names: Iterable[str]) -> None:
@@ -263,6 +255,7 @@ def _status(worker: Any) -> Any:
     return {
         "rank": worker.rank,
         "session": None if session is None else session.id,
+        "opener": None if session is None else session.opener,
         "state": None if session is None else session.state.value,
         "version": weights_version(model),
         "poison": None if poison is None else poison.cause,
@@ -302,22 +295,6 @@ def run_operation(worker: Any, operation: str, local: bool = False, **arguments:
     return outcome
 
 
-def outcome_of(rank: int, action: Callable[[], Any]) -> Outcome:
-    """Return what ``action`` returned or raised, as an outcome of ``rank``."""
-    try:
-        return {"rank": rank, "value": action()}
-    except Exception as error:
-        known = error if isinstance(error, WeightLoadError) else _foreign(error)
-        return {"rank": rank, "error": known.to_plain(), "exception": error}
-
-
-def _foreign(error: Exception) -> WeightLoadError:
-    known = WeightLoadError(f"{type(error).__name__}: {error}")
-    for note in getattr(error, "__notes__", ()):
-        known.add_note(note)
-    return known
-
-
 def worker_extension(prefix: str) -> type:
     """Make a class for vLLM's ``worker_extension_cls`` whose methods start with ``prefix_``.
 
@@ -351,10 +328,16 @@ def _named(operation: str, args: tuple[Any, ...]) -> dict[str, Any]:
 WorkerExtension = worker_extension("weightload")
 
 
-def _session(worker: Any) -> Any:
+def _session(worker: Any, opener: str | None = None) -> Any:
     session = open_session(worker.get_model())
     if session is None:
         raise UsageError("No session is open on this rank; call start first.")
+    if opener not in (None, session.opener):
+        raise ModelBusyError(
+            f"Session {session.id} on this rank was opened for somebody else, after the one of "
+            f"this caller had ended.",
+            owner=session.id,
+        )
     return session
 
 

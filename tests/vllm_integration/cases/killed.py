@@ -9,9 +9,8 @@ from pathlib import Path
 
 from common import Buckets, main, start
 
-from weightload import WeightLoadError
+from weightload import WeightLoadError, sending
 from weightload.vllm import areload, reload
-from weightload.vllm import engine as front
 from weightload.vllm.plugin import register
 from weightload.vllm.testing import families, probe
 from weightload.vllm.testing.sources import read_checkpoint
@@ -79,7 +78,7 @@ def run(folder, client, moment):
     register()
     path = families.make_checkpoint("llama", Path(folder) / "A", seed=1)
     other = families.make_checkpoint("llama", Path(folder) / "B", seed=2)
-    front.BUCKET_BYTES = 20_000  # less than most tensors: many calls
+    sending.BUCKET_BYTES = 20_000  # less than most tensors: many calls
     # No tidy end, as by `asyncio.run`: that would wait for threads of an engine that is lost.
     loop = asyncio.new_event_loop()
     return loop.run_until_complete(serve(path, read_checkpoint(other), client, moment))
