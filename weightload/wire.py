@@ -245,7 +245,7 @@ class BucketReader:
             f"Bucket {index} has {nbytes} bytes; it may have {self._capacity}.",
         )
         rows = [self._row_of(index, row) for row in record["rows"]]
-        end, seen, open_row = 0, set(self._seen), self._row
+        end, new, open_row = 0, set(), self._row
         for row in rows:
             where = f"Bucket {index}, {row.name!r}:"
             _require(
@@ -256,9 +256,12 @@ class BucketReader:
             end = row.offset + row.length
             _require(row.is_last or row is rows[-1], f"{where} {row.takes}, and others follow.")
             self._in_turn(where, row, open_row)
-            _require(row.name not in seen, f"{where} it came twice in this update.")
+            _require(
+                row.name not in self._seen and row.name not in new,
+                f"{where} it came twice in this update.",
+            )
             if row.is_last:
-                seen.add(row.name)
+                new.add(row.name)
             open_row = None if row.is_last else row
         return rows
 

@@ -52,6 +52,7 @@ def received(opening, buckets, closing, *, capacity=CAPACITY):
     return found
 
 
+@pytest.mark.holds("I07")
 @pytest.mark.parametrize("announced", [True, False])
 @pytest.mark.parametrize("capacity", [64, 128, 256, 1 << 16])
 def test_what_is_unpacked_is_what_was_packed(capacity, announced):
@@ -258,6 +259,12 @@ def test_both_sides_of_an_arena_see_the_same_bytes():
     assert not other.owner_lives()
     with pytest.raises(TransportError, match="cannot be opened"):
         Arena.open(mine.path, 1024, mine.token)
+
+
+def test_an_arena_that_nothing_has_room_for_is_an_error_and_no_crash():
+    """Memory that is promised and is not there would end the process at the first write."""
+    with pytest.raises(OSError, match=r"space|large|memory"):
+        Arena.create(1 << 50)
 
 
 def test_another_file_of_the_same_name_is_not_taken_for_the_senders():

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from weightload.errors import UnsupportedError
+from weightload.refusals import why_refused
 
 __all__ = [
     "calls_model_hook",
@@ -202,6 +203,13 @@ def engine_config(worker: Any) -> contextlib.AbstractContextManager[Any]:
     return set_current_vllm_config(worker.vllm_config)
 
 
+def draft_config(worker: Any) -> Any:
+    """Return the configuration that a draft model was constructed with."""
+    drafter = getattr(worker.model_runner, "drafter", None)
+    make = getattr(drafter, "_create_draft_vllm_config", None)
+    return worker.vllm_config if make is None else make()
+
+
 def why_not_through_sessions(cls: type, mixin: type) -> str | None:
     """Say why what a transfer engine receives cannot be given to a session, or return ``None``.
 
@@ -223,11 +231,7 @@ def why_not_through_sessions(cls: type, mixin: type) -> str | None:
     direct = "_uses_load_weights" in source or getattr(wire, "defers_processing", False)
     if "initialize_layerwise_reload" in source and not direct:
         return None
-    return (
-        f"{wire.__name__} writes into live tensors past the model's loaders, so nothing "
-        f"of what it does can be checked or undone. Use a transport of whole tensors in "
-        f"checkpoint format, such as 'nccl' or 'ipc'."
-    )
+    return why_refused("past the loaders", wire.__name__)
 
 
 def worker_in_construction() -> Any:
@@ -246,6 +250,22 @@ def set_update_active(worker: Any, flag: bool) -> None:
     worker._weight_update_active = flag
 
 
+def set_update_target(engine: Any, target: tuple[nn.Module, Any] | None) -> None:
+    """Point a transfer engine at a model and its configuration, or at its own for ``None``.
+
+    Versions that have one target only have no such methods.
+    """
+    if target is None:
+        getattr(engine, "reset_weight_update_target", lambda: None)()
+    else:
+        getattr(engine, "set_weight_update_target", lambda *_: None)(*target)
+
+
+def drain_pending(engine: Any) -> None:
+    """Wait until a transfer engine has done what it put off, in versions that let it."""
+    getattr(engine, "drain_pending", lambda: None)()
+
+
 def release_received(engine: Any) -> None:
     """Let go of the sender's memory, as vLLM's IPC engine does when an update is finished."""
     importer = getattr(engine, "_packed_importer", None)
@@ -254,16 +274,22 @@ def release_received(engine: Any) -> None:
 
 
 def register_transfer(backend: str, module: str, engine: str, trainer: str) -> None:
-    """Register both sides of a transport; nothing is done where vLLM has no such engines."""
+    """Register both sides of a transport; a side that this vLLM does not have is left out.
+
+    Trainers have been made from their initial information alone only since that names its backend.
+    """
     base = "vllm.distributed.weight_transfer.base"
     home = "vllm.distributed.weight_transfer.factory"
-    if not hasattr(_find(base, "WeightTransferEngine"), "start_weight_update"):
-        return
-    for factory, name in (
-        (_find(home, "WeightTransferEngineFactory"), engine),
-        (_find(home, "WeightTransferTrainerFactory"), trainer),
+    known = getattr(_find(base, "TrainerInitInfo"), "__annotations__", {})
+    for has, factory, name in (
+        (
+            hasattr(_find(base, "WeightTransferEngine"), "start_weight_update"),
+            _find(home, "WeightTransferEngineFactory"),
+            engine,
+        ),
+        ("backend" in known, _find(home, "WeightTransferTrainerFactory"), trainer),
     ):
-        if factory is not None and backend not in getattr(factory, "_registry", ()):
+        if has and factory is not None and backend not in getattr(factory, "_registry", ()):
             factory.register_engine(backend, module, name)
 
 

@@ -51,6 +51,7 @@ def reload(
     publish: Iterable[Publish] = (),
     veto: Iterable[Veto] = (),
     pause: str | None = "require",
+    draft: str | None = None,
 ) -> list[Receipt]:
     """Replace the weights of a live ``vllm.LLM``, on all ranks or on none.
 
@@ -76,6 +77,8 @@ def reload(
             caches are reset. If one raises, the engine is poisoned.
         veto: called with ``llm`` before anything else: what returns a reason refuses the load.
         pause: ``"require"`` refuses while requests are unfinished; ``None`` does not ask.
+        draft: load the draft model of speculative decoding too: names that begin with this are for
+            it alone, as ``"draft."``; with ``""`` every tensor is offered to both models.
 
     Returns:
         One receipt per rank.
@@ -95,7 +98,7 @@ def reload(
         raise UsageError(_RUNNING)
     job = _Job.of(
         llm, engine, weights, version, commit, scope, check_finite, strict, verify, reset_caches,
-        publish, veto,
+        publish, veto, draft,
     )  # fmt: skip
     alive = Liveness(engine.engine_core)
     turn = _Turn()
@@ -125,6 +128,7 @@ async def areload(
     publish: Iterable[Publish] = (),
     veto: Iterable[Veto] = (),
     pause: str | None = "wait",
+    draft: str | None = None,
 ) -> list[Receipt]:
     """Replace the weights of a live ``AsyncLLM``; see :func:`reload` for what is not said here.
 
@@ -144,6 +148,7 @@ async def areload(
             (``"wait"``, ``"abort"``, ``"keep"``); ``"require"`` to refuse unless the caller has
             paused it; ``None`` not to ask. After a failure that left a mixture the engine stays
             paused, and takes no requests.
+        draft: as for :func:`reload`.
     """
     alive = Liveness(engine.engine_core)
     if pause not in ("wait", "abort", "keep", "require", None):
@@ -153,7 +158,7 @@ async def areload(
         raise UsageError(_RUNNING)
     job = _Job.of(
         engine, engine, weights, version, commit, scope, check_finite, strict, verify,
-        reset_caches, publish, veto,
+        reset_caches, publish, veto, draft,
     )  # fmt: skip
     if not paused:
         clear = "prefix" in job.caches
@@ -298,6 +303,7 @@ class _Job:
         cls, front: Any, engine: Any, weights: Weights | None, version: Version, commit: str,
         scope: Scope | None, check_finite: bool, strict: bool | None, verify: str | None,
         reset_caches: Iterable[str] | bool, publish: Iterable[Publish], veto: Iterable[Veto],
+        draft: str | None = None,
     ) -> _Job:  # fmt: skip
         """Check the arguments, and ask the vetoes."""
         if not isinstance(scope, Scope | None):
@@ -314,6 +320,7 @@ class _Job:
                 "check_finite": check_finite,
                 "strict": strict,
                 "verify": verify,
+                "draft": draft,
             },
             caches=caches.selected(reset_caches),
             publish=tuple(publish),

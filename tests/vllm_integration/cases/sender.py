@@ -1,9 +1,11 @@
 """A trainer in a process of its own, that is told what to do over a pipe.
 
 It reaches the engine through the same pipe: vLLM's client protocol is four methods, and here each is a
-question that the engine's process answers. Where a test wants HTTP, vLLM's own client is used.
+question that the engine's process answers.
 """
 
+import os
+import signal
 import sys
 import time
 import traceback
@@ -18,21 +20,16 @@ from weightload.vllm.testing.sources import read_checkpoint
 
 
 class Checkpoint(WeightSource):
-    """What a trainer that holds a checkpoint's tensors sends; it may stop in the middle."""
+    """What a trainer that holds a checkpoint's tensors sends."""
 
-    def __init__(self, path, stop_at=None):
-        self.weights = read_checkpoint(path)
-        self.stop_at = stop_at
+    def __init__(self, path, device="cpu"):
+        self.weights = {name: one.to(device) for name, one in read_checkpoint(path).items()}
 
     def metadata(self):
         return [ParamMeta(name, one.dtype, tuple(one.shape)) for name, one in self.weights.items()]
 
     def __iter__(self):
-        for index, (name, tensor) in enumerate(self.weights.items()):
-            if index == self.stop_at:
-                print("stopped", flush=True)
-                time.sleep(600)
-            yield name, tensor
+        yield from self.weights.items()
 
 
 class Pipe:
@@ -59,31 +56,49 @@ class Trainer:
         self.pipe = pipe
         self.engine = None
 
-    def meet(self, backend, url=None, **options):
+    def meet(self, backend, device="cpu", **options):
         self.part()
+        self.device = device
+        if device != "cpu":
+            torch.cuda.set_device(device)
         info = {
             "shm": transfer.ShmTrainerInitInfo,
             "gloo": transfer.GlooTrainerInitInfo,
             "file": transfer.FileTrainerInitInfo,
+            "ipc": transfer.IpcTrainerInitInfo,
+            "nccl": transfer.NcclTrainerInitInfo,
         }[backend](rank=0, **options)
-        if url is None:
-            client = Pipe(self.pipe)
+        source = Checkpoint(PATHS[0], device)
+        client = Pipe(self.pipe)
+        self.engine = WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
+
+    def send(self, path, version=None, die_at=None):
+        self.engine.source = Checkpoint(path, self.device)
+        if die_at is not None:
+            self.die_in_broadcast(die_at)
+        if version is None:
+            self.engine.send_weights()  # vLLM's own trainers know no version
         else:
-            from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+            self.engine.send_weights(version)
 
-            client = HTTPVLLMWeightSyncClient(url)
-        self.engine = WeightTransferTrainerFactory.trainer_init(
-            info, client=client, source=Checkpoint(options.pop("path", None) or PATHS[0])
-        )
+    def die_in_broadcast(self, number):
+        """End as by ``kill -9`` when all workers are waiting for the bytes of a bucket."""
+        broadcast, calls = self.engine._end.broadcast, []
 
-    def send(self, path, version=None, stop_at=None):
-        self.engine.source = Checkpoint(path, stop_at)
-        self.engine.send_weights(version)
+        def deadly(nbytes):
+            calls.append(nbytes)
+            if len(calls) == number:
+                time.sleep(0.5)  # by then they wait for nothing but the bytes
+                os.kill(os.getpid(), signal.SIGKILL)
+            broadcast(nbytes)
+
+        self.engine._end.broadcast = deadly
 
     def part(self):
         if self.engine is not None:
             self.engine.shutdown()
             self.engine = None
+        self.device = "cpu"
 
 
 PATHS = sys.argv[2:]

@@ -1,5 +1,6 @@
 """One family: a trainer in another process sends its weights to a live engine, in each way there is."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -7,9 +8,11 @@ import tempfile
 from multiprocessing.connection import Listener
 from pathlib import Path
 
+import attrs
 from common import checkpoints, fresh, main, start
 
 from weightload.vllm.plugin import register
+from weightload.vllm.testing.families import get_family
 from weightload.vllm.testing.probe import describe_difference, observe, stop_engine
 
 MIB = 1 << 20
@@ -81,11 +84,15 @@ class Switch:
         )
 
 
-def run(family, folder, ranks, worker="auto"):
+def run(family, folder, ranks, worker="auto", large=False):
     register()
     options = {}
     if ranks == 2:
         options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    if large:
+        # Two tensors of 32 MiB: larger than a bucket of 1 or 8 MiB, and together than one of 64.
+        known = get_family(family)
+        family = attrs.evolve(known, config={**known.config, "vocab_size": 1 << 17})
     a_path, b_path = checkpoints(family, folder)
     a, b = fresh(family, a_path, **options), fresh(family, b_path, **options)
     result = {"A against B": describe_difference(a, b), "steps": {}}
@@ -98,10 +105,10 @@ def run(family, folder, ranks, worker="auto"):
         **options,
     )
     sender = Sender(llm, a_path, b_path)
+    order = itertools.cycle([(b_path, b, "stream"), (a_path, a, "atomic"), (b_path, b, "atomic"),
+                             (a_path, a, "stream")])  # fmt: skip
 
-    def step(label, path, want, **way):
-        raised = sender.do("meet", **way)
-        raised = raised or sender.do("send", path=str(path), version=label)
+    def look(label, want, raised=None):
         result["steps"][label] = {
             "raised": raised,
             "verdict": describe_difference(want, observe(llm)),
@@ -109,18 +116,24 @@ def run(family, folder, ranks, worker="auto"):
         }
 
     for backend, way in {
-        "shm": {"bucket_bytes": MIB},
-        "gloo": {"bucket_bytes": 8 * MIB, "world_size": 1 + ranks, "deadline": 60},
-        "file": {"bucket_bytes": 64 * MIB, "folder": folder},
+        "shm": {},
+        "gloo": {"world_size": 1 + ranks, "deadline": 60},
+        "file": {"folder": folder},
     }.items():
         llm.collective_rpc("switch", args=(f"weightload_{backend}",))
-        way["backend"] = backend
-        step(f"{backend}, A to B", b_path, b, **way)
         # Less than most tensors, which come in parts.
-        way = {**way, "bucket_bytes": 4096}
-        step(f"{backend}, back to A in small buckets, atomic", a_path, a, commit="atomic", **way)
-        step(f"{backend}, to B in small buckets", b_path, b, **way)
-        step(f"{backend}, and to A", a_path, a, **way)
+        for size in (MIB, 8 * MIB, 64 * MIB, *(() if large else (4096,))):
+            path, want, commit = next(order)
+            label = f"{backend}, {size}, {path.name}, {commit}"
+            raised = sender.do("meet", backend=backend, bucket_bytes=size, commit=commit, **way)
+            raised = raised or sender.do("send", path=str(path), version=label)
+            look(label, want, raised)
+    path, want, _ = next(order)
+    label = "a folder that is there already, and no trainer"
+    llm.start_weight_update()
+    llm.update_weights({"update_info": {"path": str(path)}})
+    llm.finish_weight_update(label)
+    look(label, want)
     sender.close()
     stop_engine(llm)
     return result

@@ -170,6 +170,14 @@ def run(folder, ranks, worker="auto"):
             raised = raised or one.do("send", path=str(b_path), version="killed")
         return raised or one.last_error
 
+    def killed_in_broadcast(way):
+        one = sender()
+        raised = one.do("meet", **way, commit="atomic")
+        with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+            raised = raised or one.do("send", path=str(b_path), version="killed", die_at=MIDDLE)
+        one.process.wait(10)
+        return raised or one.last_error
+
     def two_at_once(way):
         one = sender()
         raised = one.do("meet", **way)
@@ -224,6 +232,13 @@ def run(folder, ranks, worker="auto"):
         time.sleep(2.5)
         return raised or early
 
+    def ended(way):
+        """Begin an update, and end it as an operator would."""
+        raised = sender().do("meet", **way)
+        llm.start_weight_update()
+        llm.shutdown_weight_transfer_engine()
+        return raised
+
     def faults(name, way):
         llm.collective_rpc("switch", args=(f"weightload_{name}",))
         kinds = ["shape", "dtype", "digest", "count", "order", "twice", "left out"]
@@ -234,6 +249,8 @@ def run(folder, ranks, worker="auto"):
             act = functools.partial(with_lies, way, kind, commit)
             attempt(f"{name}, {kind}, {commit}", way, act)
         attempt(f"{name}, killed in a bucket, atomic", way, lambda: killed(way, "atomic", "in"))
+        if name == "gloo":
+            attempt("gloo, killed in a broadcast, atomic", way, lambda: killed_in_broadcast(way))
         attempt(
             f"{name}, killed between buckets, stream",
             way,
@@ -244,6 +261,7 @@ def run(folder, ranks, worker="auto"):
             attempt(f"{name}, rank 1 alone fails, stream", way, lambda: broken(way))
         else:
             attempt(f"{name}, silent, stream", way, lambda: silent(way), finish=False)
+            attempt(f"{name}, ended from outside, stream", way, lambda: ended(way))
 
     for name, way in ways.items():
         faults(name, way)

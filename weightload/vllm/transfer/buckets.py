@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.base import WeightTransferUpdateInfo
 
 from weightload.errors import ModelBusyError, TransportError
 from weightload.session import WeightLoadSession
-from weightload.vllm.transfer.mixin import SessionDriven
+from weightload.vllm.transfer.own import OwnEngine
 from weightload.wire import BucketReader
 
 __all__ = ["BucketEngine", "BucketUpdateInfo"]
@@ -38,14 +38,13 @@ class BucketUpdateInfo(WeightTransferUpdateInfo):
             raise ValueError("a message is one of opening, bucket, closing and abort")
 
 
-class BucketEngine(SessionDriven, WeightTransferEngine[Any, Any]):
+class BucketEngine(OwnEngine):
     """What the engines that receive buckets have in common.
 
     Attributes:
         met: which trainer was met last.
     """
 
-    weightload_checkpoint_format = True
     update_info_cls = BucketUpdateInfo
 
     met: str | None = None
@@ -72,14 +71,6 @@ class BucketEngine(SessionDriven, WeightTransferEngine[Any, Any]):
         """Open a session; what an earlier trainer had begun to say is forgotten."""
         super().start_weight_update()
         self._reader, self._closed = None, False
-
-    def update_weights(self, update_info: Any) -> None:
-        """Take one message."""
-        message = self.parse_update_info(update_info)
-        if message.abort is None:
-            super().update_weights(message)
-        else:
-            self.weightload_abort(message.abort)
 
     def weightload_admit(self, message: BucketUpdateInfo) -> None:
         """Let only the trainer speak that opened the update."""
@@ -123,10 +114,6 @@ class BucketEngine(SessionDriven, WeightTransferEngine[Any, Any]):
                 "The trainer finished without the closing record, so it is not known whether "
                 "everything came. Nothing is published."
             )
-
-    def receive_weights(self, update_info: Any) -> None:
-        """Refuse: messages are taken by ``update_weights`` and need a session."""
-        raise NotImplementedError("call update_weights")
 
     def _begin(self, session: WeightLoadSession, message: BucketUpdateInfo) -> None:
         if self._reader is not None:

@@ -7,12 +7,11 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from vllm.distributed.weight_transfer.base import (
     TrainerInitInfo,
-    WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
@@ -22,7 +21,7 @@ from weightload.errors import CheckpointFileError, TransportError
 from weightload.files import checkpoint_folder, read_headers
 from weightload.session import WeightLoadSession
 from weightload.vllm.lazy import LazyCheckpoint
-from weightload.vllm.transfer.mixin import SessionDriven
+from weightload.vllm.transfer.own import OwnEngine
 from weightload.vllm.transfer.trainer import SessionTrainer, TransferOptions
 
 __all__ = ["FileEngine", "FileInitInfo", "FileTrainer", "FileTrainerInitInfo", "FileUpdateInfo"]
@@ -70,26 +69,14 @@ class FileTrainerInitInfo(TransferOptions, TrainerInitInfo):
     keep: bool = False
 
 
-class FileEngine(SessionDriven, WeightTransferEngine[Any, Any]):
+class FileEngine(OwnEngine):
     """Reads what the trainer wrote."""
 
-    weightload_checkpoint_format = True
     init_info_cls = FileInitInfo
     update_info_cls = FileUpdateInfo
 
     def weightload_meet(self, init_info: FileInitInfo) -> None:
         """Nothing is needed."""
-
-    def weightload_part(self) -> None:
-        """Nothing is held."""
-
-    def update_weights(self, update_info: Any) -> None:
-        """Take one message."""
-        message = self.parse_update_info(update_info)
-        if message.abort is None:
-            super().update_weights(message)
-        else:
-            self.weightload_abort(message.abort)
 
     def weightload_receive(self, session: WeightLoadSession, message: FileUpdateInfo) -> None:
         """Check the files, and load what is in them."""
@@ -101,10 +88,6 @@ class FileEngine(SessionDriven, WeightTransferEngine[Any, Any]):
         if message.version is not None:
             session.version = message.version
         session.load(lazy.pairs(), transport=[])
-
-    def receive_weights(self, update_info: Any) -> None:
-        """Refuse: messages are taken by ``update_weights`` and need a session."""
-        raise NotImplementedError("call update_weights")
 
 
 class FileTrainer(SessionTrainer):
@@ -124,7 +107,7 @@ class FileTrainer(SessionTrainer):
         folder = Path(self.init_info.folder) / f"weightload-{uuid.uuid4().hex}"
         folder.mkdir(parents=True)
         try:
-            for index, shard in enumerate(_shards(self.source or (), self.init_info.bucket_bytes)):
+            for index, shard in enumerate(_shards(self.source, self.init_info.bucket_bytes)):
                 save_file(shard, folder / f"model-{index:05}.safetensors")
             told = {
                 "path": str(folder),

@@ -252,6 +252,8 @@ class GlooTrainer(SessionTrainer):
                 self._end = None
                 raise
         call.result(self.init_info.deadline)
+        for key in ("answer", *range(1, self.init_info.world_size)):
+            end.store.delete_key(f"{self._turn}/{key}")
 
     def _gather(self, store: Any, key: str, call: Pending) -> list[bytes]:
         """Return what every worker has put into the store.

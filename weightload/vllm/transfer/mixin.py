@@ -216,7 +216,7 @@ class SessionDriven:
 
         if self.weightload_seal() and self.weightload_together(finish):
             self._weightload_update = None
-            self.reset_weight_update_target()  # type: ignore[attr-defined]
+            self._weightload_aim(None)
 
     def shutdown(self) -> None:
         """Abort what is under way on this rank, and let go of the trainer."""
@@ -241,7 +241,7 @@ class SessionDriven:
                 return
             sessions.append(update.session)
             self._weightload_aim(update)
-            self.drain_pending()  # type: ignore[attr-defined]
+            compat.drain_pending(self)
             self.weightload_require_all()
             update.session.seal()
 
@@ -279,7 +279,7 @@ class SessionDriven:
             poison_model(update.model, "a rank could not finish")
         if update is None or not update.session.state.open:
             self._weightload_update = None
-            self.reset_weight_update_target()  # type: ignore[attr-defined]
+            self._weightload_aim(None)
 
     def _weightload_open(self, advice: str) -> Update:
         update = self._weightload_update
@@ -287,9 +287,10 @@ class SessionDriven:
             raise UsageError(f"No update is active: {advice}")
         return update
 
-    def _weightload_aim(self, update: Update) -> None:
+    def _weightload_aim(self, update: Update | None) -> None:
         """Point the engine at the model of an update; vLLM resets it when a second start fails."""
-        self.set_weight_update_target(update.model, update.model_config)  # type: ignore[attr-defined]
+        target = None if update is None else (update.model, update.model_config)
+        compat.set_update_target(self, target)
 
     def _weightload_free(self) -> None:
         """End an update whose trainer is gone.

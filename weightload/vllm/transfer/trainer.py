@@ -75,7 +75,7 @@ class TransferOptions:
         return {"commit": self.commit, "deadline": self.deadline}
 
 
-class SessionTrainer(TrainerWeightTransferEngine[TrainerInitInfo]):
+class SessionTrainer(TrainerWeightTransferEngine):
     """What the trainers of this package have in common.
 
     ``send_weights`` is one update from start to finish. Where it fails, the engine is told to
@@ -91,8 +91,9 @@ class SessionTrainer(TrainerWeightTransferEngine[TrainerInitInfo]):
     def __init__(self, *, client: Any, source: Any, init_info: Any) -> None:
         if source is None:
             raise UsageError(f"{type(self).__name__} needs a WeightSource.")
-        super().__init__(client=client, source=source, is_sender=init_info.is_sender)
-        self.init_info = init_info
+        # Not vLLM's constructor, whose arguments differ from version to version.
+        self.client, self.source, self.init_info = client, source, init_info
+        self.is_sender = init_info.is_sender
 
     @classmethod
     def trainer_init(cls, init_info: Any, *, client: Any, source: Any = None) -> Self:
@@ -135,7 +136,7 @@ class SessionTrainer(TrainerWeightTransferEngine[TrainerInitInfo]):
         What the engine refuses reaches the caller as its client raises it.
         """
         if not self.is_sender:
-            for _ in self.source or ():
+            for _ in self.source:
                 pass  # gathering a sharded tensor takes every rank
             return
         self.ask("start_weight_update", "start_weight_update")
@@ -148,7 +149,6 @@ class SessionTrainer(TrainerWeightTransferEngine[TrainerInitInfo]):
 
     def send_all(self, weight_version: str | None) -> None:
         """Send everything between start and finish."""
-        assert self.source is not None  # noqa: S101 (for type checkers: the constructor refuses)
         forms = {
             one.name: [list(one.shape), str(one.dtype).removeprefix("torch.")]
             for one in self.source.metadata()
