@@ -96,8 +96,10 @@ def past_the_loaders():
         def start_weight_update(self):
             """Nothing has to be made ready."""
 
+    from weightload.vllm.transfer.mixin import SessionDriven
+
     for cls in (SparseNCCLWeightTransferEngine, ShardedRDTWeightTransferEngine, Unknown):
-        said = compat.why_not_through_sessions(object.__new__(cls))
+        said = compat.why_not_through_sessions(cls, SessionDriven)
         assert said == why_refused("past the loaders", cls.__name__)
     return Bench(TOYS["fused"])
 
