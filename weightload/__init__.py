@@ -29,6 +29,7 @@ from weightload.errors import (
     WeightLoadError,
     WeightMismatchError,
 )
+from weightload.family import Draft
 from weightload.framework import Framework, default_registry
 from weightload.lifecycle import abort_reload, finish_reload, start_reload
 from weightload.ownership import (
@@ -40,6 +41,7 @@ from weightload.ownership import (
     weights_version,
 )
 from weightload.plan import Plan
+from weightload.raw import in_session
 from weightload.receipt import Names, Receipt
 from weightload.registry import ModuleRegistry, ModuleRule, Role
 from weightload.scope import Scope
@@ -54,6 +56,7 @@ except PackageNotFoundError:  # used from a source tree that is not installed
 __all__ = [
     "CheckpointError",
     "CheckpointFileError",
+    "Draft",
     "DuplicateWeightError",
     "EngineLostError",
     "Framework",
@@ -89,6 +92,7 @@ __all__ = [
     "current_session",
     "default_registry",
     "finish_reload",
+    "in_session",
     "open_session",
     "poison_of",
     "require_usable",

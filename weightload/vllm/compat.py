@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from weightload.refusals import why_refused
+
 __all__ = [
     "calls_model_hook",
     "construct",
@@ -198,6 +200,13 @@ def engine_config(worker: Any) -> contextlib.AbstractContextManager[Any]:
     return set_current_vllm_config(worker.vllm_config)
 
 
+def draft_config(worker: Any) -> Any:
+    """Return the configuration that a draft model was constructed with."""
+    drafter = getattr(worker.model_runner, "drafter", None)
+    make = getattr(drafter, "_create_draft_vllm_config", None)
+    return worker.vllm_config if make is None else make()
+
+
 def why_not_through_sessions(cls: type, mixin: type) -> str | None:
     """Say why what a transfer engine receives cannot be given to a session, or return ``None``.
 
@@ -219,11 +228,7 @@ def why_not_through_sessions(cls: type, mixin: type) -> str | None:
     direct = "_uses_load_weights" in source or getattr(wire, "defers_processing", False)
     if "initialize_layerwise_reload" in source and not direct:
         return None
-    return (
-        f"{wire.__name__} writes into live tensors past the model's loaders, so nothing "
-        f"of what it does can be checked or undone. Use a transport of whole tensors in "
-        f"checkpoint format, such as 'nccl' or 'ipc'."
-    )
+    return why_refused("past the loaders", wire.__name__)
 
 
 def worker_in_construction() -> Any:

@@ -56,6 +56,7 @@ def reload(
     publish: Iterable[Publish] = (),
     veto: Iterable[Veto] = (),
     pause: str | None = "require",
+    draft: str | None = None,
 ) -> list[Receipt]:
     """Replace the weights of a live ``vllm.LLM``, on all ranks or on none.
 
@@ -81,6 +82,8 @@ def reload(
             caches are reset. If one raises, the engine is poisoned.
         veto: called with ``llm`` before anything else: what returns a reason refuses the load.
         pause: ``"require"`` refuses while requests are unfinished; ``None`` does not ask.
+        draft: load the draft model of speculative decoding too: names that begin with this are for
+            it alone, as ``"draft."``; with ``""`` every tensor is offered to both models.
 
     Returns:
         One receipt per rank.
@@ -100,7 +103,7 @@ def reload(
         raise UsageError(_RUNNING)
     job = _Job.of(
         llm, engine, weights, version, commit, scope, check_finite, strict, verify, reset_caches,
-        publish, veto,
+        publish, veto, draft,
     )  # fmt: skip
     alive = Liveness(engine.engine_core)
     turn = _Turn()
@@ -130,6 +133,7 @@ async def areload(
     publish: Iterable[Publish] = (),
     veto: Iterable[Veto] = (),
     pause: str | None = "wait",
+    draft: str | None = None,
 ) -> list[Receipt]:
     """Replace the weights of a live ``AsyncLLM``; see :func:`reload` for what is not said here.
 
@@ -149,6 +153,7 @@ async def areload(
             (``"wait"``, ``"abort"``, ``"keep"``); ``"require"`` to refuse unless the caller has
             paused it; ``None`` not to ask. After a failure that left a mixture the engine stays
             paused, and takes no requests.
+        draft: as for :func:`reload`.
     """
     alive = Liveness(engine.engine_core)
     if pause not in ("wait", "abort", "keep", "require", None):
@@ -158,7 +163,7 @@ async def areload(
         raise UsageError(_RUNNING)
     job = _Job.of(
         engine, engine, weights, version, commit, scope, check_finite, strict, verify,
-        reset_caches, publish, veto,
+        reset_caches, publish, veto, draft,
     )  # fmt: skip
     if not paused:
         clear = "prefix" in job.caches
@@ -299,6 +304,7 @@ class _Job:
         cls, front: Any, engine: Any, weights: Weights, version: Version, commit: str,
         scope: Scope | None, check_finite: bool, strict: bool | None, verify: str | None,
         reset_caches: Iterable[str] | bool, publish: Iterable[Publish], veto: Iterable[Veto],
+        draft: str | None = None,
     ) -> _Job:  # fmt: skip
         """Check the arguments, and ask the vetoes."""
         if not isinstance(scope, Scope | None):
@@ -315,6 +321,7 @@ class _Job:
                 "check_finite": check_finite,
                 "strict": strict,
                 "verify": verify,
+                "draft": draft,
             },
             caches=caches.selected(reset_caches),
             publish=tuple(publish),

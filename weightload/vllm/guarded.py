@@ -13,6 +13,7 @@ from typing import Any
 
 from weightload.errors import ModelBusyError, UnsupportedError
 from weightload.ownership import open_session, owner_of, require_usable
+from weightload.refusals import why_refused
 from weightload.vllm.agreement import agree
 from weightload.vllm.transfer.mixin import NATIVE_CACHES, drive
 from weightload.vllm.worker import OPERATIONS, WorkerExtension, poison_model, reset_or_poison
@@ -101,10 +102,7 @@ class _Guard:
 
         def run(sessions: list[Any]) -> None:
             if not is_checkpoint_format:
-                raise UnsupportedError(
-                    "reload_weights(is_checkpoint_format=False) writes tensors past every check. "
-                    "Send the checkpoint's tensors."
-                )
+                raise UnsupportedError(why_refused("kernel format"))
             OPERATIONS["start"](self)
             sessions.append(open_session(self.get_model()))
             if weights_iterator is not None:

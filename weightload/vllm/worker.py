@@ -16,7 +16,9 @@ import torch
 from torch import nn
 
 from weightload.arena import Arena
-from weightload.errors import UsageError, WeightLoadError
+from weightload.baking import bake
+from weightload.errors import UnsupportedError, UsageError, WeightLoadError
+from weightload.family import Draft
 from weightload.files import Header, checkpoint_folder, read_headers
 from weightload.lifecycle import abort_reload, finish_reload, start_reload
 from weightload.ownership import (
@@ -28,10 +30,10 @@ from weightload.ownership import (
 )
 from weightload.record import record_of
 from weightload.scope import Scope
-from weightload.vllm import caches
+from weightload.vllm import caches, compat
 from weightload.vllm.framework import VllmFramework
 from weightload.vllm.lazy import LazyCheckpoint
-from weightload.vllm.vetoes import vetoes_of
+from weightload.vllm.vetoes import draft_of, vetoes_of
 from weightload.wire import BucketReader
 
 __all__ = [
@@ -79,6 +81,7 @@ def _start(
     check_finite: bool = False,
     strict: bool | None = None,
     verify: Any = None,
+    draft: str | None = None,
 ) -> Any:
     model = worker.get_model()
     session = start_reload(
@@ -91,9 +94,28 @@ def _start(
         strict=strict,
         verify=verify,
         veto=vetoes_of(worker),
+        drafts=[] if draft is None else [_draft(worker, draft)],
     )
     session.opener = opener
     return _status(worker)
+
+
+def _draft(worker: Any, prefix: str) -> Draft:
+    """Return the draft model of a worker, to be loaded with its target.
+
+    Raises:
+        UnsupportedError: the worker has none.
+    """
+    model = draft_of(worker)
+    if model is None:
+        raise UnsupportedError("The engine has no draft model; start it with a speculative_config.")
+    framework = None
+    if record_of(model) is None:
+        config = compat.draft_config(worker)
+        framework = VllmFramework(
+            config, worker.speculative_config.draft_model_config, worker.device, native=True
+        )
+    return Draft(model=model, prefix=prefix, framework=framework)
 
 
 def framework_for(worker: Any, model: nn.Module, model_config: Any) -> VllmFramework | None:
@@ -114,6 +136,13 @@ def _form(value: Any) -> Any:
     if len(value) == 2 and isinstance(value[1], str):
         return tuple(value[0]), getattr(torch, value[1])
     return tuple(value)
+
+
+def _bake(worker: Any, shapes: Mapping[str, Any]) -> Any:
+    """Make the plan of a load of these names; a value is a pair of a shape and a type's name."""
+    model = worker.get_model()
+    framework = framework_for(worker, model, worker.model_config)
+    return bake(model, shapes, framework=framework).to_plain()
 
 
 def _load(worker: Any, weights: Any) -> Any:
@@ -242,6 +271,7 @@ def _status(worker: Any) -> Any:
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "start": _start,
+    "bake": _bake,
     "check": _check,
     "load": _load,
     "open_buckets": _open_buckets,
