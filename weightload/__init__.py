@@ -12,6 +12,7 @@ from weightload.errors import (
     CheckpointFileError,
     DuplicateWeightError,
     EngineLostError,
+    FleetError,
     IncompleteLoadError,
     InvalidTransitionError,
     ModelBusyError,
@@ -20,6 +21,7 @@ from weightload.errors import (
     ProcessingError,
     SessionMisnestedError,
     StorageChangedError,
+    TransportError,
     UnclassifiedModuleError,
     UnexpectedWeightError,
     UnsupportedError,
@@ -29,6 +31,7 @@ from weightload.errors import (
     WeightMismatchError,
 )
 from weightload.family import Draft
+from weightload.fleet import Fleet
 from weightload.framework import Framework, default_registry
 from weightload.lifecycle import abort_reload, finish_reload, start_reload
 from weightload.ownership import (
@@ -43,6 +46,7 @@ from weightload.plan import Plan
 from weightload.raw import in_session
 from weightload.receipt import Names, Receipt
 from weightload.registry import ModuleRegistry, ModuleRule, Role
+from weightload.replica import FleetReceipt, Replica, Standing
 from weightload.scope import Scope
 from weightload.session import WeightLoadSession
 from weightload.states import SessionState
@@ -58,6 +62,9 @@ __all__ = [
     "Draft",
     "DuplicateWeightError",
     "EngineLostError",
+    "Fleet",
+    "FleetError",
+    "FleetReceipt",
     "Framework",
     "IncompleteLoadError",
     "InvalidTransitionError",
@@ -71,11 +78,14 @@ __all__ = [
     "Poison",
     "ProcessingError",
     "Receipt",
+    "Replica",
     "Role",
     "Scope",
     "SessionMisnestedError",
     "SessionState",
+    "Standing",
     "StorageChangedError",
+    "TransportError",
     "UnclassifiedModuleError",
     "UnexpectedWeightError",
     "UnsupportedError",

@@ -100,6 +100,7 @@ class WeightLoadSession:
         state: what has happened so far.
         receipt: what was done; ``None`` until the session has ended.
         opener: whom it was opened for; free for callers that open sessions for others.
+        inbox: what such callers keep while tensors come in several calls.
     """
 
     def __init__(
@@ -134,6 +135,7 @@ class WeightLoadSession:
         self.scope = Scope() if scope is None else scope
         self.receipt: Receipt | None = None
         self.opener: str | None = None
+        self.inbox: Any = None
         self._gate = Gate(self.id)
         self._commit: Commit = commit
         self._check_finite = check_finite
@@ -235,7 +237,7 @@ class WeightLoadSession:
         ended; ``state`` says whether the model is intact.
         """
         with self._gate.call("load", Event.LOAD):
-            loans = self._loans(weights, transport)
+            loans = self._loans(transport, each=not isinstance(weights, Collection))
             self._gate.move(Event.LOAD)
             self._lane.single_stream = single_stream
             with self._failing("load"), self._loading() as board, self._lending(loans):
@@ -281,7 +283,8 @@ class WeightLoadSession:
             original = getattr(self.model, "load_weights", None)
 
             def load_weights(weights: Weights, *args: Any, **kwargs: Any) -> Any:
-                loans = self._loans(weights, transport if exact else ())
+                each = not isinstance(weights, Collection)
+                loans = self._loans(transport if exact else (), each=each)
                 with self._lending(loans):
                     feed = self._feed(pairs_of(weights), loans)
                     shared = self._opened().framework.also(feed)
@@ -319,7 +322,7 @@ class WeightLoadSession:
         """
         with self._gate.call("replay", Event.LOAD):
             self._gate.move(Event.LOAD)
-            loans = Loans(buffers=None, each=True, places=self._places)
+            loans = self._loans(None, each=True)
             with self._failing("load"), self._loading() as board, self._lending(loans):
                 replaying.replay(
                     board,
@@ -607,11 +610,12 @@ class WeightLoadSession:
         with ownership.entered(self), board.framework.ambient(self.model), self._lane.entered():
             yield
 
-    def _loans(self, weights: Weights, transport: Transport) -> Loans:
+    def _loans(self, transport: Transport, *, each: bool) -> Loans:
         return Loans(
             buffers=buffers_of(transport),
-            each=not isinstance(weights, Collection),
+            each=each,
             places=self._places,
+            guarded=self._opened().arrivals.observer.guarded,
         )
 
     def _places(self) -> list[torch.Tensor]:

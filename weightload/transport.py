@@ -8,6 +8,7 @@ copied once, and every tensor that looks at them is pointed to the copy.
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import sys
@@ -40,8 +41,10 @@ _CAN_LEND = (
     and _tensor_uses is not None
     and hasattr(torch._C, "_to_dlpack")
     and hasattr(torch._C, "_from_dlpack")
+    and sys.version_info < (3, 14)  # later ones do not count all references
+    and getattr(sys, "_is_gil_enabled", lambda: True)()
 )
-"""Whether this torch says how often its objects are used. If not, everything is copied."""
+"""Whether torch and Python say how often an object is used. If not, everything is copied."""
 
 
 def extent_of(tensor: Tensor) -> tuple[int, int]:
@@ -108,12 +111,15 @@ class Loans:
         buffers: the memory that is only lent, see :func:`buffers_of`; ``None`` for all of it.
         each: whether a tensor is lent until the next is asked for, or else until the end.
         places: returns tensors that may have been made to look at what was lent.
+        guarded: what to call before a write to lent memory, with the tensor that is written, by
+            storage key.
         nbytes: size of what was copied.
     """
 
     buffers: list[tuple[torch.device, int, int]] | None
     each: bool
     places: Callable[[], Iterable[Tensor]] = tuple
+    guarded: dict[int, Callable[[Tensor], None]] = attrs.field(factory=dict)
     nbytes: int = 0
     _open: list[Loan] = attrs.field(factory=list)
     _searches: int = 0
@@ -128,6 +134,7 @@ class Loans:
                 return Loan(name, tensor.detach().clone(), kept=True)
             loan = Loan(name, *_alias(tensor))
         self._open.append(loan)
+        self.guarded[_memory_of(loan)._cdata] = functools.partial(self._own, loan)
         return loan
 
     def _is_lent(self, tensor: Tensor) -> bool:
@@ -150,19 +157,40 @@ class Loans:
             UnsupportedError: something is held in a way that cannot be found.
         """
         loans, self._open = self._open, []
-        if not loans:
-            return []
+        for loan in loans:
+            self.guarded.pop(_memory_of(loan)._cdata, None)
+        dead = local_values(sys._getframe(1), _FLOOR, dead=True) if self.each and loans else []
+        kept = [loan for loan in loans if _is_held(loan, dead)]
+        if not kept:
+            return loans
         with _disable_current_modes():
-            dead = local_values(sys._getframe(1), _FLOOR, dead=True) if self.each else []
-            kept = [loan for loan in loans if _is_held(loan, dead)]
             for loan in kept:
                 self._copy(loan)
-            rest = [loan for loan in kept if _is_held(loan, dead)]
+            rest = [
+                loan for loan in kept if _is_held(loan, dead) or _uses_inside(loan.tensor, dead)
+            ]
             del dead
             if rest:
-                self._searches += 1
-                self._find(rest)
+                found = self._find(rest)
+                _check(loan for loan in rest if _uses_inside(loan.tensor, found))
+                del found
+                _check(loan for loan in rest if _is_held(loan, []))
         return loans
+
+    def _own(self, loan: Loan, target: Tensor) -> None:
+        """Copy what a loader is about to write to, so that the sender's memory stays as it is.
+
+        Raises:
+            UnsupportedError: something else looks at it that cannot be found.
+        """
+        with _disable_current_modes():
+            self.guarded.pop(_memory_of(loan)._cdata, None)
+            self._copy(loan)
+            if storage_key(target) == loan.key:
+                _repoint(target, _flat_of(loan.tensor))
+            if _is_held(loan, []):
+                self._find([loan])
+                _check(loan for loan in [loan] if _is_held(loan, []))
 
     def _copy(self, loan: Loan) -> None:
         """Copy the bytes, and point the tensor that was handed out to the copy."""
@@ -173,8 +201,13 @@ class Loans:
         _repoint(loan.tensor, own)
         loan.kept = True
 
-    def _find(self, loans: list[Loan]) -> None:
-        """Search the heap for other tensors that look at what was lent, and repoint them."""
+    def _find(self, loans: list[Loan]) -> list[Tensor]:
+        """Search the heap for other tensors that look at what was lent, and repoint them.
+
+        Returns:
+            Those that were found.
+        """
+        self._searches += 1
         by_key = {loan.key: loan for loan in loans}
         frozen = gc.get_freeze_count() > 0
         if frozen:  # an engine may have hidden its heap from the collector
@@ -193,16 +226,23 @@ class Loans:
             loan = by_key.get(storage_key(value))
             if loan is not None and id(value) not in hidden:
                 _repoint(value, _flat_of(loan.tensor))
-        del found
-        lost = [loan.name for loan in loans if _is_held(loan, [])]
-        if lost:
-            raise UnsupportedError(
-                f"{lost[0]!r} was lent to the model's loaders, and something still looks at its "
-                f"memory that cannot be given a copy: a numpy array, a storage, or an object of "
-                f"an extension. Copy the tensor in the loader, or send tensors that are not "
-                f"reused, with transport=[].",
-                name=lost[0],
-            )
+        return found
+
+
+def _check(lost: Iterable[Loan]) -> None:
+    """Refuse what could not be made independent.
+
+    Raises:
+        UnsupportedError: there is such a thing.
+    """
+    for loan in lost:
+        raise UnsupportedError(
+            f"{loan.name!r} was lent to the model's loaders, and something still looks at its "
+            f"memory that cannot be given a copy: a numpy array, a storage, or an object of an "
+            f"extension. Copy the tensor in the loader, or send tensors that are not reused, with "
+            f"transport=[].",
+            name=loan.name,
+        )
 
 
 def _can_alias(tensor: Tensor) -> bool:
@@ -303,7 +343,15 @@ def _is_held(loan: Loan, dead: list[object]) -> bool:
     return False
 
 
-def _unique(values: Iterable[Any]) -> list[Tensor]:
+def _uses_inside(tensor: Tensor, views: list[Any]) -> int:
+    """Return how often torch or an extension holds ``tensor``, other than as the base of views."""
+    if _tensor_uses is None:
+        return 1
+    bases = sum(isinstance(view, Tensor) and view._base is tensor for view in _unique(views))
+    return max(0, _tensor_uses(tensor) - 1 - bases)
+
+
+def _unique(values: Iterable[Any]) -> list[Any]:
     return list({id(value): value for value in values}.values())
 
 
@@ -317,12 +365,16 @@ def _hidden(found: list[Tensor]) -> Collection[int]:
     for holder in gc.get_referrers(*found) if found else ():
         if holder is not found:
             seen.update(id(value) for value in gc.get_referents(holder) if id(value) in ids)
-    local = local_values(sys._getframe(3), dead=False)
+    local = local_values(sys._getframe(2), dead=False)
     seen.update(2 * [id(value) for value in local if id(value) in ids])  # here and in that list
     holder = None
     hidden = set()
     for index in range(len(found)):
-        inside = _COUNTED and _tensor_uses is not None and _tensor_uses(found[index]) > 1
-        if _references(found[index]) > seen[id(found[index])] + 1 + inside:
+        counted = seen[id(found[index])] + 1
+        if _uses_inside(found[index], found):
+            hidden.add(id(found[index]))
+        elif _tensor_uses is not None and _COUNTED:
+            counted += _tensor_uses(found[index]) > 1
+        if _references(found[index]) > counted:
             hidden.add(id(found[index]))
     return hidden
