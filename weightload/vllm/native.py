@@ -60,6 +60,8 @@ def adopt_native(framework: VllmFramework, model: nn.Module) -> None:
     partners = dict(twin.named_modules())
     found: list[_Inference] = []
     for name, module in model.named_modules():
+        if record_of(module) is not None:
+            continue  # a draft's, known from its target
         rules = framework.registry.rules_for(module, name)
         partner = partners.get(name)
         if partner is None or type(partner) is not type(module):
