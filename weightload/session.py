@@ -5,6 +5,7 @@ This is the only place that orders the phases and moves the state.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from weightload.errors import (
     UsageError,
     WeightLoadError,
 )
+from weightload.family import Draft, Family
 from weightload.framework import Framework
 from weightload.gate import Gate
 from weightload.intake import Intake, pairs_of
@@ -89,6 +91,8 @@ class WeightLoadSession:
             called nevertheless, and the model is poisoned.
         veto: called before anything else, as ``callback(model)``: what returns a reason refuses
             the load.
+        drafts: models that are loaded with this one, from the same tensors: all commit, or none.
+            They may share modules with it. A :class:`Draft` says more than a module.
 
     Attributes:
         id: number of the session in this process.
@@ -96,6 +100,7 @@ class WeightLoadSession:
         state: what has happened so far.
         receipt: what was done; ``None`` until the session has ended.
         opener: whom it was opened for; free for callers that open sessions for others.
+        inbox: what such callers keep while tensors come in several calls.
     """
 
     def __init__(
@@ -111,6 +116,7 @@ class WeightLoadSession:
         verify: Verify | None = None,
         publish: Iterable[Publish] = (),
         veto: Iterable[Veto] = (),
+        drafts: Iterable[nn.Module | Draft] = (),
     ) -> None:
         if not isinstance(model, nn.Module):
             raise UsageError(f"A session loads a torch.nn.Module, found {type(model).__name__}.")
@@ -129,6 +135,7 @@ class WeightLoadSession:
         self.scope = Scope() if scope is None else scope
         self.receipt: Receipt | None = None
         self.opener: str | None = None
+        self.inbox: Any = None
         self._gate = Gate(self.id)
         self._commit: Commit = commit
         self._check_finite = check_finite
@@ -137,6 +144,8 @@ class WeightLoadSession:
         self._publish = tuple(publish)
         self._veto = tuple(veto)
         self._framework = framework
+        self._drafts = [Draft.of(draft) for draft in drafts]
+        self._family: Family | None = None
         self._kind = "reload"
         self._board: Board | None = None
         self._processing: Processing | None = None
@@ -182,10 +191,11 @@ class WeightLoadSession:
                 reason = veto(self.model)
                 if reason:
                     raise UnsupportedError(f"The load was refused before it began: {reason}")
-            poison = ownership.poison_of(self.model)
+            poisons = (ownership.poison_of(root) for root in self._roots)
+            poison = next((poison for poison in poisons if poison is not None), None)
             if poison is not None and (poison.terminal or not self.scope.is_full):
                 raise poison.error()
-            modules = dict(self.model.named_modules())
+            modules = self._modules()
             ownership.claim(self, modules)
             self._gate.move(Event.PREPARE)
             with self._failing("prepare"):
@@ -277,7 +287,8 @@ class WeightLoadSession:
                 loans = self._loans(transport if exact else (), each=each)
                 with self._lending(loans):
                     feed = self._feed(pairs_of(weights), loans)
-                    result = original(feed, *args, **kwargs)  # type: ignore[misc]
+                    shared = self._opened().framework.also(feed)
+                    result = original(shared, *args, **kwargs)  # type: ignore[misc]
                     self._intake.end_loans(loans)
                 return result
 
@@ -502,15 +513,31 @@ class WeightLoadSession:
 
     # ------------------------------------------------------------------ opening
 
-    def _open(self, modules: dict[str, nn.Module]) -> None:
-        record = record_of(self.model)
+    @property
+    def _roots(self) -> list[nn.Module]:
+        return [self.model, *(draft.model for draft in self._drafts)]
+
+    def _modules(self) -> dict[str, nn.Module]:
+        """Return every module by name, and make a family of several models."""
         if self._framework is None:
+            record = record_of(self.model)
             known = record.framework if record is not None else None
             self._framework = known if known is not None else Framework()
-        self._framework.adopt(self.model)
+        if not self._drafts:
+            return dict(self.model.named_modules())
+        self._family = Family(self.model, self._framework, self._drafts)
+        return self._family.modules()
+
+    def _open(self, modules: dict[str, nn.Module]) -> None:
+        framework = self._family or self._framework
+        if framework is None:
+            raise InvalidTransitionError("The session is not prepared; call prepare() first.")
+        framework.adopt(self.model)
         record = record_of(self.model)
         self._kind = "initial" if record is None or record.framework is None else "reload"
-        manifest = record.manifest if record is not None else None
+        manifest: Mapping[str, Any] | None = record.manifest if record is not None else None
+        if self._family is not None:
+            manifest = self._family.manifest(manifest)
         if self._kind == "reload" and manifest is None:
             # Nobody knows which values no checkpoint brings. Nothing live is written before it
             # is sure that everything came.
@@ -524,10 +551,10 @@ class WeightLoadSession:
         if self._verify is not None:
             salt = str(self.version)
             self._intake.verification = Verification(mode=self._verify, salt=salt)
-        strict = self._framework.captured(self.model) if self._strict is None else self._strict
+        strict = framework.captured(self.model) if self._strict is None else self._strict
         self._board = Board(
             mark_dirty=self._progress.mark_dirty,
-            framework=self._framework,
+            framework=framework,
             modules=modules,
             intake=self._intake,
             initial=self._kind == "initial",
@@ -538,6 +565,8 @@ class WeightLoadSession:
         self._processing = Processing(
             board=self._board, progress=self._progress, stream=self._commit == "stream"
         )
+        if self._family is not None:
+            self._family.again = self._board.arrivals.again
         self._board.open()
         if self._kind == "reload":
             ownership.guard_open(self, modules.values())
@@ -606,6 +635,8 @@ class WeightLoadSession:
 
     def _feed(self, weights: Iterable[tuple[str, torch.Tensor]], loans: Loans) -> Iterator[Any]:
         between = self._process().settle
+        if self._family is not None:
+            between = functools.partial(between, self._family.shared)
         return self._intake.feed(weights, loans=loans, between=between, lane=self._lane)
 
     def _not_swallowed(self, board: Board) -> None:
@@ -673,13 +704,17 @@ class WeightLoadSession:
         if self._intake.seen:
             part = self._intake.wanted is not None or self._kept
             before = root.manifest if part and root.manifest is not None else {}
-            root.manifest = {**before, **self._intake.facts()}
+            facts = self._intake.facts()
+            if self._family is not None:
+                facts = self._family.remember(facts)
+            root.manifest = {**before, **facts}
 
     def _announce(self) -> None:
         """Record the version and tell it to everybody, whatever one of them raises."""
         before = ownership.weights_version(self.model)
         cured = self.scope.is_full and not self._kept
-        ownership.record_version(self.model, self.version, cured=cured)
+        for root in self._roots:
+            ownership.record_version(root, self.version, cured=cured)
         failed: list[BaseException] = []
         for callback in self._publish:
             try:
@@ -749,17 +784,16 @@ class WeightLoadSession:
         if terminal:
             self._progress.mark_dirty()
         if self._progress.dirty:
-            ownership.record_poison(
-                self.model,
-                ownership.Poison(
-                    session=self.id,
-                    version=self.version,
-                    step=self._progress.step,
-                    module=self._progress.module,
-                    cause=cause,
-                    terminal=terminal,
-                ),
+            poison = ownership.Poison(
+                session=self.id,
+                version=self.version,
+                step=self._progress.step,
+                module=self._progress.module,
+                cause=cause,
+                terminal=terminal,
             )
+            for root in self._roots:
+                ownership.record_poison(root, poison)
         try:
             if self._board is not None:
                 with _disable_current_modes():
