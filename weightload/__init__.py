@@ -34,6 +34,7 @@ from weightload.family import Draft
 from weightload.fleet import Fleet
 from weightload.framework import Framework, default_registry
 from weightload.lifecycle import abort_reload, finish_reload, start_reload
+from weightload.mailbox import StoreReplica, serve_replica
 from weightload.ownership import (
     Poison,
     current_session,
@@ -85,6 +86,7 @@ __all__ = [
     "SessionState",
     "Standing",
     "StorageChangedError",
+    "StoreReplica",
     "TransportError",
     "UnclassifiedModuleError",
     "UnexpectedWeightError",
@@ -104,6 +106,7 @@ __all__ = [
     "open_session",
     "poison_of",
     "require_usable",
+    "serve_replica",
     "start_reload",
     "weights_version",
 ]

@@ -9,11 +9,8 @@ copied once, and every tensor that looks at them is pointed to the copy.
 from __future__ import annotations
 
 import functools
-import gc
-import itertools
 import sys
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import attrs
@@ -22,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from weightload.errors import UnsupportedError, UsageError
 from weightload.frames import local_values
+from weightload.holders import CAN_COUNT, find_views, is_held, uses_inside
 from weightload.storage import storage_key
 
 __all__ = ["Loan", "Loans", "Transport", "buffers_of", "extent_of"]
@@ -34,17 +32,8 @@ _FLOOR = ("weightload.session", "weightload.preflight")
 _SEARCHES = 4
 """After so many searches of the heap in one load, tensors are copied before they are handed out."""
 _DEVICES = ("cpu", "cuda")
-_storage_uses: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
-_tensor_uses: Callable[[Tensor], int] | None = getattr(Tensor, "_use_count", None)
-_CAN_LEND = (
-    _storage_uses is not None
-    and _tensor_uses is not None
-    and hasattr(torch._C, "_to_dlpack")
-    and hasattr(torch._C, "_from_dlpack")
-    and sys.version_info < (3, 14)  # later ones do not count all references
-    and getattr(sys, "_is_gil_enabled", lambda: True)()
-)
-"""Whether torch and Python say how often an object is used. If not, everything is copied."""
+_CAN_LEND = CAN_COUNT and hasattr(torch._C, "_to_dlpack") and hasattr(torch._C, "_from_dlpack")
+"""Whether it can be told who holds what was lent. If not, everything is copied."""
 
 
 def extent_of(tensor: Tensor) -> tuple[int, int]:
@@ -160,21 +149,23 @@ class Loans:
         for loan in loans:
             self.guarded.pop(_memory_of(loan)._cdata, None)
         dead = local_values(sys._getframe(1), _FLOOR, dead=True) if self.each and loans else []
-        kept = [loan for loan in loans if _is_held(loan, dead)]
+        kept = [loan for loan in loans if is_held(loan.tensor, loan.memory, dead)]
         if not kept:
             return loans
         with _disable_current_modes():
             for loan in kept:
                 self._copy(loan)
             rest = [
-                loan for loan in kept if _is_held(loan, dead) or _uses_inside(loan.tensor, dead)
+                loan
+                for loan in kept
+                if is_held(loan.tensor, loan.memory, dead) or uses_inside(loan.tensor, dead)
             ]
             del dead
             if rest:
                 found = self._find(rest)
-                _check(loan for loan in rest if _uses_inside(loan.tensor, found))
+                _check(loan for loan in rest if uses_inside(loan.tensor, found))
                 del found
-                _check(loan for loan in rest if _is_held(loan, []))
+                _check(loan for loan in rest if is_held(loan.tensor, loan.memory, []))
         return loans
 
     def _own(self, loan: Loan, target: Tensor) -> None:
@@ -188,9 +179,9 @@ class Loans:
             self._copy(loan)
             if storage_key(target) == loan.key:
                 _repoint(target, _flat_of(loan.tensor))
-            if _is_held(loan, []):
+            if is_held(loan.tensor, loan.memory, []):
                 self._find([loan])
-                _check(loan for loan in [loan] if _is_held(loan, []))
+                _check(loan for loan in [loan] if is_held(loan.tensor, loan.memory, []))
 
     def _copy(self, loan: Loan) -> None:
         """Copy the bytes, and point the tensor that was handed out to the copy."""
@@ -209,19 +200,7 @@ class Loans:
         """
         self._searches += 1
         by_key = {loan.key: loan for loan in loans}
-        frozen = gc.get_freeze_count() > 0
-        if frozen:  # an engine may have hidden its heap from the collector
-            gc.unfreeze()
-        try:
-            found = _unique(
-                value
-                for value in itertools.chain(self.places(), gc.get_objects())
-                if issubclass(type(value), Tensor) and storage_key(value) in by_key
-            )
-            hidden = _hidden(found)
-        finally:
-            if frozen:
-                gc.freeze()
+        found, hidden = find_views({key for key in by_key if key is not None}, self.places)
         for value in found:
             loan = by_key.get(storage_key(value))
             if loan is not None and id(value) not in hidden:
@@ -282,99 +261,3 @@ def _repoint(view: Tensor, own: Tensor) -> None:
     moved = torch.empty(0, dtype=view.dtype, device=view.device)
     moved.set_(own.untyped_storage(), view.storage_offset(), view.shape, view.stride())
     view.data = moved
-
-
-def _references(value: object) -> int:
-    """Return how many references there are to ``value``, but for those of this call."""
-    return sys.getrefcount(value) - _CALL
-
-
-_CALL = 0
-_probe = torch.empty(0)
-_CALL = _references(_probe) - 1
-_inside = _probe[:]
-_COUNTED = _references(_probe) > 1
-"""Whether a use of a tensor inside torch counts as a reference to its Python object."""
-del _probe, _inside
-
-
-def _is_held(loan: Loan, dead: list[object]) -> bool:
-    """Whether anything holds memory that was lent, other than dead variables.
-
-    Args:
-        loan: what was lent.
-        dead: what dead variables hold.
-    """
-    memory = _memory_of(loan)
-    if _storage_uses is None or _tensor_uses is None:
-        return True
-    uses = _storage_uses(memory._cdata) - 1
-    if _references(memory) > 2 + (_COUNTED and uses > 0):  # the loan's, and the variable here
-        return True
-    views: dict[int, Tensor] = {}
-    found: Counter[int] = Counter()
-    pairs: dict[int, Any] = {}
-    key = loan.key
-    if storage_key(loan.tensor) == key:
-        views[id(loan.tensor)] = loan.tensor
-        found[id(loan.tensor)] = 1
-    for value in dead:
-        if isinstance(value, tuple):
-            pairs[id(value)] = value
-            found[id(value)] += 2  # in the variable, and in the list
-        elif isinstance(value, Tensor) and storage_key(value) == key:
-            views[id(value)] = value
-            found[id(value)] += 2
-    for pair in pairs:
-        if _references(pairs[pair]) == found[pair] + 1:
-            for value in pairs[pair]:
-                if isinstance(value, Tensor) and storage_key(value) == key:
-                    views[id(value)] = value
-                    found[id(value)] += 1
-    value = None
-    if uses > len(views):
-        return True
-    bases = Counter(id(view._base) for view in views.values() if view._base is not None)
-    for each in views:
-        inside = _tensor_uses(views[each]) - 1  # held by other tensors, or by an extension
-        counted = _COUNTED and inside > 0
-        if inside > bases[each] or _references(views[each]) > found[each] + 1 + counted:
-            return True
-    return False
-
-
-def _uses_inside(tensor: Tensor, views: list[Any]) -> int:
-    """Return how often torch or an extension holds ``tensor``, other than as the base of views."""
-    if _tensor_uses is None:
-        return 1
-    bases = sum(isinstance(view, Tensor) and view._base is tensor for view in _unique(views))
-    return max(0, _tensor_uses(tensor) - 1 - bases)
-
-
-def _unique(values: Iterable[Any]) -> list[Any]:
-    return list({id(value): value for value in values}.values())
-
-
-def _hidden(found: list[Tensor]) -> Collection[int]:
-    """Return the ids of the tensors that something holds which the collector does not see.
-
-    A numpy array is such a thing: it has the address of its base, and would not follow it.
-    """
-    ids = {id(value) for value in found}
-    seen: Counter[int] = Counter()
-    for holder in gc.get_referrers(*found) if found else ():
-        if holder is not found:
-            seen.update(id(value) for value in gc.get_referents(holder) if id(value) in ids)
-    local = local_values(sys._getframe(2), dead=False)
-    seen.update(2 * [id(value) for value in local if id(value) in ids])  # here and in that list
-    holder = None
-    hidden = set()
-    for index in range(len(found)):
-        counted = seen[id(found[index])] + 1
-        if _uses_inside(found[index], found):
-            hidden.add(id(found[index]))
-        elif _tensor_uses is not None and _COUNTED:
-            counted += _tensor_uses(found[index]) > 1
-        if _references(found[index]) > counted:
-            hidden.add(id(found[index]))
-    return hidden

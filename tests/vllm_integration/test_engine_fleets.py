@@ -105,3 +105,18 @@ def test_a_server_behind_http_and_an_engine_of_this_process_are_updated_together
     assert "Nobody listens at" in killed["error"]
     assert (killed["states"], killed["serves"]) == (["lost", "serves"], ["lost", "B"])
     assert case["files left"] == []
+
+
+@pytest.mark.holds("H07")
+def test_every_data_parallel_core_of_an_engine_is_heard(run_case):
+    """What the second core says about an update is lost in vLLM's own ``collective_rpc``."""
+    case = run_case("data_parallel", family="llama", environment=ENVIRONMENT, timeout=400)
+    assert case["A against B"] == "differ", "or else nothing here could fail"
+    assert case["before"] == ["A", "A"]
+    assert case["vLLM hears"] == 1
+    assert case["to B"] == [2, "B", "B"]
+    text, *serves = case["short"]
+    assert "was taken back" in text
+    assert serves == ["B", "B"]
+    assert case["to A"] == [2, "A", "A"]
+    assert case["files left"] == []

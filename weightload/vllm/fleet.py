@@ -283,17 +283,19 @@ class HTTPReplica(_Replica):
             if not self._ask("POST", f"/reset_prefix_cache?{query}")["success"]:
                 raise UsageError("The prefix cache could not be reset; requests hold it.")
         if "multimodal" in self._caches:
-            self._ask("POST", "/reset_mm_cache")
+            self._ask("POST", "/reset_mm_cache", optional=True)
         if "encoder" in self._caches:
-            self._ask("POST", "/reset_encoder_cache")
-        self._ask("POST", "/update_weight_version", {"new_version": str(version)})
+            self._ask("POST", "/reset_encoder_cache", optional=True)
+        body = {"new_version": str(version)}
+        self._ask("POST", "/update_weight_version", body, optional=True)
 
     def resume(self) -> None:
         """Let generation go on."""
         if self._mode is not None:
             self._ask("POST", "/resume")
 
-    def _ask(self, method: str, path: str, body: Any = None) -> Any:
+    def _ask(self, method: str, path: str, body: Any = None, *, optional: bool = False) -> Any:
+        """Ask the server; one that lacks something optional is an earlier version of vLLM."""
         request = urllib.request.Request(
             self.name + path,
             method=method,
@@ -304,6 +306,8 @@ class HTTPReplica(_Replica):
             with urllib.request.urlopen(request, timeout=self._timeout) as answer:
                 text = answer.read()
         except urllib.error.HTTPError as error:
+            if error.code == 404 and optional:
+                return None
             said = error.read().decode(errors="replace")[:500]
             raise ConnectionError(f"{method} {path} gave {error.code}: {said}") from error
         except urllib.error.URLError as error:
