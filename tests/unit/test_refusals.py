@@ -91,14 +91,14 @@ def past_the_loaders():
     from vllm.distributed.weight_transfer.sparse_nccl_engine import SparseNCCLWeightTransferEngine
 
     from weightload.vllm import compat
-    from weightload.vllm.transfer.mixin import SessionDriven
+    from weightload.vllm.transfer import SessionDriven, session_driven
 
     class Unknown:
         def start_weight_update(self):
             """Nothing has to be made ready."""
 
     for cls in (SparseNCCLWeightTransferEngine, ShardedRDTWeightTransferEngine, Unknown):
-        said = compat.why_not_through_sessions(cls, SessionDriven)
+        said = compat.why_not_through_sessions(session_driven(cls), SessionDriven)
         assert said == why_refused("past the loaders", cls.__name__)
     return Bench(TOYS["fused"])
 
