@@ -18,8 +18,8 @@ from weightload.errors import (
 from weightload.lanes import Lane
 from weightload.record import SourceFact
 from weightload.scope import Scope
-from weightload.storage import storage_key
-from weightload.transport import Loan, Loans, extent_of
+from weightload.storage import extent_of, storage_key
+from weightload.transport import Loan, Loans
 from weightload.verifying import Verification
 
 __all__ = ["Intake", "finite", "pairs_of", "unpack", "wide_floats"]
