@@ -169,6 +169,7 @@ class _Bake:
             computed=tuple(name for name in sources if name in computed),
             skipped=tuple(n for n in sources if n not in computed and n not in writes),
             places={name: forms[name] for name in used},
+            owner=self._board.framework.owner,
         )
 
     def _alone(self, sources: Sources, computed: set[str], first: Recorder) -> bool:

@@ -85,6 +85,7 @@ class Family(Framework):
         self.advice = framework.advice
         self.requires_all = framework.requires_all
         self.device = framework.device
+        self.owner = framework.owner
 
     @property
     def roots(self) -> list[nn.Module]:

@@ -105,6 +105,7 @@ class Plan:
             to go through the loaders as a whole.
         skipped: names that nothing took, such as experts of other ranks.
         places: qualified name and form, in checkpoint format, of every tensor that is written.
+        owner: rank that it was made on, and how many there are; ``None`` if nobody has said so.
     """
 
     sources: dict[str, Form]
@@ -112,6 +113,7 @@ class Plan:
     computed: tuple[str, ...]
     skipped: tuple[str, ...]
     places: dict[str, Form]
+    owner: tuple[int, int] | None = None
 
     def reads(self, name: str) -> list[View]:
         """Return the parts of a source that have to be fetched, without repetition.
@@ -152,6 +154,7 @@ class Plan:
             "computed": list(self.computed),
             "skipped": list(self.skipped),
             "places": {name: _plain_form(form) for name, form in self.places.items()},
+            "owner": None if self.owner is None else list(self.owner),
         }
 
     @classmethod
@@ -172,6 +175,7 @@ class Plan:
             computed=tuple(data["computed"]),
             skipped=tuple(data["skipped"]),
             places={name: _form(form) for name, form in data["places"].items()},
+            owner=None if data["owner"] is None else tuple(data["owner"]),
         )
 
 

@@ -320,7 +320,8 @@ class WeightLoadSession:
 
         Raises:
             CheckpointError: as for :meth:`load`.
-            UsageError: the plan was made on a model of another form.
+            UsageError: the plan was made on a model of another form or by another rank, or leaves
+                its tensors.
         """
         with self._gate.call("replay", Event.LOAD):
             self._gate.move(Event.LOAD)
@@ -373,7 +374,7 @@ class WeightLoadSession:
 
         Returns:
             What ranks compare before they go on: ``names``, how many came, and ``digest`` of what
-            came, with ``verify``.
+            came, with ``verify`` and without :meth:`replay`.
 
         Raises:
             InvalidTransitionError: the session is not prepared, or has ended.

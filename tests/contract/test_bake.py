@@ -2,15 +2,18 @@
 
 The damage shown: a model that was put into the form that loaders expect, and not back; loaders that
 somebody else had put on parameters, taken for one's own and lost; a plan that names a part of a
-source that goes elsewhere, or leaves out what a loader computes.
+source that goes elsewhere, or leaves out what a loader computes; a plan that was damaged on its way, or
+is that of another rank, and writes where it must not.
 """
 
 import json
 import pickle
 from types import SimpleNamespace
 
+import attrs
 import pytest
 import torch
+from torch import nn
 
 from weightload import (
     CheckpointError,
@@ -443,3 +446,126 @@ def test_a_part_of_a_model_can_be_replayed_and_the_rest_is_missed():
     session.finish()
     bench.serves = state
     bench.check_finished(session)
+
+
+class Neighbours(ToyModel):
+    """Two parameters that are columns of one storage, so that each lies in the gaps of the other."""
+
+    def __init__(self):
+        super().__init__()
+        whole = torch.zeros(4, 6)
+        self.left = nn.Parameter(whole[:, :2], requires_grad=False)
+        self.right = nn.Parameter(whole[:, 2:], requires_grad=False)
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            getattr(self, name).data.copy_(tensor)
+
+
+DAMAGE = {
+    "target, moved up": ("target", {"offset": 16}),
+    "target, moved into a gap": ("target", {"offset": 2}),
+    "target, other strides": ("target", {"stride": (6, 2)}),
+    "target, larger": ("target", {"shape": (4, 3)}),
+    "target, before the first": ("target", {"offset": -1}),
+    "target, backwards": ("target", {"stride": (-6, 1)}),
+    "target, of wider elements": ("target", {"dtype": "float64"}),
+    "target, of narrower elements": ("target", {"dtype": "uint8", "offset": 8}),
+    "target, of no type": ("target", {"dtype": "no_type"}),
+    "target, of another kind of type": ("target", {"dtype": "manual_seed"}),
+    "target, of less dimensions": ("target", {"shape": (4,), "stride": (6,)}),
+    "source, moved up": ("source", {"offset": 1}),
+    "source, other strides": ("source", {"stride": (3, 1)}),
+    "source, before the first": ("source", {"offset": -1}),
+    "source, larger": ("source", {"shape": (5, 2)}),
+    "source, smaller": ("source", {"shape": (1, 2)}),
+    "source, of wider elements": ("source", {"dtype": "float64"}),
+}
+
+
+@pytest.mark.parametrize("source", ["mapping", "fetch"])
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_plan_that_leaves_its_tensors_is_refused_before_any_write(damage, source):
+    """Past a source lies memory of its neighbour, past a target the next parameter."""
+    model = Neighbours()
+    sent = torch.arange(100.0)
+    state = {"left": sent[8:16].view(4, 2), "right": sent[16:32].view(4, 4)}
+    plan = bake(model, forms(state), framework=toy_framework())
+    side, change = DAMAGE[damage]
+    [write] = plan.writes["left"]
+    wrong = attrs.evolve(write, **{side: attrs.evolve(getattr(write, side), **change)})
+    wrong = attrs.evolve(plan, writes={"right": plan.writes["right"], "left": (wrong,)})
+    session = WeightLoadSession(model, framework=toy_framework())
+    session.prepare()
+    fetched = []
+
+    def fetch(name, view):
+        fetched.append(name)
+        return part_of(state[name], view)
+
+    with pytest.raises(UsageError, match="left") as caught:
+        session.replay(wrong, state if source == "mapping" else fetch)
+    assert caught.value.model_intact
+    assert not fetched
+    assert not model.left.any()
+    assert not model.right.any()
+    with WeightLoadSession(model, framework=toy_framework()) as session:
+        session.replay(plan, state)
+    assert torch.equal(model.left, state["left"])
+    assert torch.equal(model.right, state["right"])
+
+
+def test_a_plan_whose_parts_do_not_belong_together_is_refused_before_any_write():
+    bench = Bench(TOYS["plain"])
+    plan = bake(bench.model, forms(bench.state(2)))
+    name = next(reversed(plan.writes))
+    rest = {key: form for key, form in plan.sources.items() if key != name}
+    others = {key: form for key, form in plan.places.items() if key != name}
+    for wrong in (
+        attrs.evolve(plan, sources=rest),
+        attrs.evolve(plan, places=others),
+        attrs.evolve(plan, computed=("stranger",)),
+    ):
+        session = bench.open()
+        with pytest.raises(UsageError, match=f"{name}|stranger") as caught:
+            session.replay(wrong, bench.state(2))
+        assert caught.value.model_intact
+        bench.check_ended(session, caught.value)
+
+
+class Half(ToyModel):
+    """One rank's rows of a weight."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.rank = rank
+        self.weight = parameter(2, 3)
+
+    def load_weights(self, weights):
+        for _, tensor in weights:
+            self.weight.data.copy_(tensor[2 * self.rank :][:2])
+
+
+def on_rank(rank, size=2):
+    framework = toy_framework()
+    framework.owner = None if rank is None else (rank, size)
+    return framework
+
+
+def test_a_plan_of_another_rank_is_refused_before_any_write():
+    """The shapes of both ranks are the same; only the rows that they take are not."""
+    state = {"weight": torch.arange(12.0).view(4, 3)}
+    plan = bake(Half(0), forms(state), framework=on_rank(0))
+    plan = Plan.from_plain(json.loads(json.dumps(plan.to_plain())))
+    assert plan.owner == (0, 2)
+    for framework in (on_rank(1), on_rank(0, 4)):
+        model = Half(framework.owner[0])
+        session = WeightLoadSession(model, framework=framework)
+        with pytest.raises(UsageError, match="rank 0 of 2") as caught, session:
+            session.replay(plan, state)
+        assert caught.value.model_intact
+    for framework, made in ((on_rank(0), plan), (on_rank(None), attrs.evolve(plan, owner=None))):
+        model = Half(0)
+        with WeightLoadSession(model, framework=framework) as session:
+            session.replay(made, state)
+        assert torch.equal(model.weight, state["weight"][:2])
