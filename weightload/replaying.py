@@ -67,6 +67,13 @@ def replay(
         settle: called after each name, to process what has become complete.
         load: gives whole tensors to the model's loaders.
     """
+    if not isinstance(plan, Plan):
+        raise UsageError(f"A replay needs a Plan, made by bake(), found {type(plan).__name__}.")
+    if not isinstance(fetch, Mapping) and not callable(fetch):
+        raise UsageError(
+            f"fetch is a function of a name and a view, or a mapping of tensors, found "
+            f"{type(fetch).__name__}."
+        )
     _check_owner(plan, board.framework.owner)
     places = _places(board, plan)
     check_bounds(plan)
@@ -149,6 +156,11 @@ def _fetched(intake: Intake, fetch: Fetch, name: str, view: View) -> torch.Tenso
     except BaseException as error:
         intake.source_error = error
         raise
+    if not isinstance(part, torch.Tensor):
+        raise WeightMismatchError(
+            f"The part of {name!r} that was fetched is no tensor but {type(part).__name__}.",
+            name=name,
+        )
     if tuple(part.shape) != view.shape or part.dtype != _dtype(view.dtype):
         raise WeightMismatchError(
             f"The part of {name!r} that was fetched has shape {tuple(part.shape)} and type "

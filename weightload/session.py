@@ -144,7 +144,7 @@ class WeightLoadSession:
         self._publish = tuple(publish)
         self._veto = tuple(veto)
         self._framework = framework
-        self._drafts = [Draft.of(draft) for draft in drafts]
+        self._drafts = Draft.all_of(drafts, model)
         self._family: Family | None = None
         self._kind = "reload"
         self._board: Board | None = None

@@ -26,6 +26,7 @@ from weightload import (
     WeightMismatchError,
     bake,
     open_session,
+    ownership,
 )
 from weightload.plan import Form, View, Write
 from weightload.replaying import part_of
@@ -375,19 +376,71 @@ def test_a_model_that_is_being_loaded_is_not_baked():
     bench.check_ended(session)
 
 
+def test_a_dry_run_that_is_refused_leaves_the_other_session_alone(monkeypatch):
+    """Another thread opens a session between the look at the model and the claim, and works."""
+    model, framework = LoadingModel(layers.RepackedLinear(), layers.Linear()), toy_framework()
+    make = lambda: LoadingModel(layers.RepackedLinear(), layers.Linear())  # noqa: E731
+    with WeightLoadSession(model, framework=framework) as session:
+        session.load(make_state(make, 1))
+    other = WeightLoadSession(model)
+    state = list(make_state(make, 2).items())
+    claim = ownership.claim
+
+    def first(session, modules):
+        monkeypatch.undo()
+        other.prepare()
+        other.load(state[:1])
+        model.note = "of the other session"
+        claim(session, modules)
+
+    monkeypatch.setattr(ownership, "claim", first)
+    with pytest.raises(ModelBusyError):
+        bake(model, forms(dict(state)))
+    assert model.note == "of the other session"
+    other.load(state[1:])
+    other.finish()
+    check_equal(model, make, dict(state))
+
+
 def test_metadata_comes_in_the_forms_that_transports_have():
     bench = Bench(TOYS["fused"])
     state = bench.state(2)
     plan = bake(bench.model, state)
     assert plan == bake(bench.model, forms(state))
+    assert plan == bake(bench.model, state.items())
+    assert plan == bake(bench.model, list(forms(state).items()))
+    assert plan == bake(bench.model, iter(state.items()))
     listed = [
         SimpleNamespace(name=name, shape=list(tensor.shape), dtype="float32")
         for name, tensor in state.items()
     ]
     assert plan == bake(bench.model, listed)
-    for wrong in ({"layers.0.weight/0": (3, 3, 3)}, [*listed, listed[0]], {"a": ((1,), "no_type")}):
-        with pytest.raises(UsageError):
+    whole = torch.full((50, 50), 0.125)
+    for wrong in (
+        {"layers.0.weight/0": (3, 3, 3)},
+        [*listed, listed[0]],
+        [*state.items(), next(iter(state.items()))],
+        {"a": ((1,), "no_type")},
+        {"a": ((1,), 5)},
+        {"a": (5, torch.float32)},
+        {"a": (None, torch.float32)},
+        {"a": ("ab", torch.float32)},
+        {"a": ((4.7,), torch.float32)},
+        {"a": ((-1,), torch.float32)},
+        {5: ((1,), torch.float32)},
+        {"a": None},
+        {"a": [whole]},
+        [whole],
+        [("a", whole, 5)],
+        ["ab"],
+        [None],
+        None,
+        5,
+    ):
+        with pytest.raises(UsageError) as caught:
             bake(bench.model, wrong)
+        assert "0.125" not in str(caught.value), "a whole tensor in a message"
+    bench.check_recovers()
 
 
 def test_a_plan_is_plain_data():
@@ -396,6 +449,40 @@ def test_a_plan_is_plain_data():
     assert Plan.from_plain(json.loads(json.dumps(plan.to_plain()))) == plan
     with pytest.raises(UsageError, match="format 0"):
         Plan.from_plain({**plan.to_plain(), "format": 0})
+
+
+def without(data, key):
+    return {name: value for name, value in data.items() if name != key}
+
+
+def test_what_is_no_plan_is_refused_in_one_way():
+    bench = Bench(TOYS["fused"])
+    plan = bake(bench.model, forms(bench.state(2)))
+    plain = plan.to_plain()
+    name = next(iter(plain["writes"]))
+    [row] = plain["writes"][name]
+    wrongs = [None, 5, "plan", [], {}, *(without(plain, key) for key in plain)]
+    wrongs += [{**plain, key: 5} for key in plain]
+    rows = [5, None, [], row[:3], [*row, 1], [None, *row[1:]], ["x", *row[1:]]]
+    rows += [[row[0], 5, *row[2:]], [*row[:3], [0, [1.5], [1], "float32"]], [*row[:3], "view"]]
+    rows += [[*row[:3], [0, "ab", [1], "float32"]], [*row[:3], [0, [1], [1], 5]]]
+    wrongs += [{**plain, "writes": {name: [wrong]}} for wrong in rows]
+    wrongs += [{**plain, "sources": {name: wrong}} for wrong in (5, [], [[1], [1]], [1, 1, "x"])]
+    wrongs += [{**plain, "owner": wrong} for wrong in ([0], [0, 1, 2], ["a", "b"])]
+    wrongs += [{**plain, "computed": "text"}, {**plain, "skipped": [5]}]
+    for wrong in wrongs:
+        with pytest.raises(UsageError, match="plan"):
+            Plan.from_plain(wrong)
+    for wrong in ({}, None, plain, bench.state(2)):
+        session = bench.open()
+        with pytest.raises(UsageError, match="Plan"):
+            session.replay(wrong, bench.state(2))
+        bench.check_ended(session)
+    for fetch in (None, 5, lambda name, view: None):
+        session = bench.open()
+        with pytest.raises((UsageError, WeightMismatchError), match="fetch"):
+            session.replay(plan, fetch)
+        bench.check_ended(session)
 
 
 def test_a_plan_for_another_model_is_refused_before_any_write():
