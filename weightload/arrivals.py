@@ -20,7 +20,7 @@ from weightload.layer import Unit
 from weightload.ledger import Region, full_region, meet, without
 from weightload.observer import Watched, WriteObserver
 from weightload.record import StagedSlot, make_record, slots_of
-from weightload.storage import TensorSpec, select, storage_key
+from weightload.storage import TensorSpec, inner_tensors, select, storage_key
 
 __all__ = ["Arrivals"]
 
@@ -58,11 +58,12 @@ class Arrivals:
         model itself when they are back in their places. They hold no checkpoint values.
         """
         for name, tensor in unit.live_tensors():
-            key = storage_key(tensor)
-            if key is not None and not self.observer.knows(key):
-                watched = self.observer.watch(tensor)
-                if watched is not None:
-                    self._live[watched.storage] = (name, unit)
+            for part in inner_tensors(tensor).values() or (tensor,):
+                key = storage_key(part)
+                if key is not None and not self.observer.knows(key):
+                    watched = self.observer.watch(part)
+                    if watched is not None:
+                        self._live[watched.storage] = (name, unit)
 
     def end(self, entry: Entry) -> None:
         """Refuse all further writes to the tensor of ``entry``, whose unit is done."""
