@@ -38,7 +38,7 @@ class Arrivals:
         self._by_watched: dict[int, Entry] = {}
         self._closed: dict[int, Entry] = {}
         self._live: dict[int, tuple[str, Unit]] = {}
-        self._left: dict[int, Entry] = {}
+        self._alone: dict[int, Entry] = {}
         self._ready: dict[int, Unit] = {}
         self._trial: Intake | None = None
         self._left: set[int] = set()
@@ -55,7 +55,7 @@ class Arrivals:
             for part in inner_tensors(entry.tensor).values():
                 watched = self.observer.watch(part)
                 if watched is not None:
-                    self._left[watched.storage] = entry
+                    self._alone[watched.storage] = entry
 
     def guard(self, unit: Unit) -> None:
         """Refuse writes to the live tensors of a parked ``unit``, and reads once it is done.
@@ -148,8 +148,8 @@ class Arrivals:
         entry = self._by_watched.get(id(watched))
         if entry is None:
             self._refuse_live(watched.storage, write=True)
-            if watched.storage in self._left:
-                raise self._outside(self._load.intake.current, self._left[watched.storage])
+            if watched.storage in self._alone:
+                raise self._outside(self._load.intake.current, self._alone[watched.storage])
             return True
         if id(entry) in self._left:
             return False
