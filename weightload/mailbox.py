@@ -60,7 +60,7 @@ class StoreReplica:
         """Compute nothing from now on."""
         self._ask("pause")
 
-    def publish(self, version: Version) -> None:
+    def publish(self, version: Version | None) -> None:
         """Drop what was computed with the old weights, and take the version over."""
         self._ask("publish", version=version)
 

@@ -32,8 +32,11 @@ class Replica(Protocol):
     def pause(self) -> None:
         """Compute nothing from now on; raise to refuse the update."""
 
-    def publish(self, version: Version) -> None:
-        """Drop what was computed with the old weights, and say from now on that it has these."""
+    def publish(self, version: Version | None) -> None:
+        """Drop what was computed with the old weights, and say from now on that it has these.
+
+        Weights without a version (``None``) leave what is said as it is.
+        """
 
     def resume(self) -> None:
         """Compute again. Who is not told so has no complete weights, and must not."""
