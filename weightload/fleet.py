@@ -31,9 +31,8 @@ from weightload.errors import (
     VerificationError,
     WeightLoadError,
 )
-from weightload.outcomes import gather
 from weightload.receipt import Receipt
-from weightload.replica import FleetReceipt, Replica, Standing, Version
+from weightload.replica import FleetReceipt, Replica, Standing, Version, values_of
 from weightload.scope import Scope
 from weightload.sending import Weights, is_folder, operations
 
@@ -49,11 +48,10 @@ class Fleet:
         replicas: the engines. One that was started anew takes the place of the lost one in a new
             fleet; whatever weights it has, an update of all weights brings it to those of the
             others.
-        deadline: seconds within which every engine must have done one step of an update.
+        deadline: seconds within which all engines must have done one step of an update.
         bucket_bytes: how much of the weights is handed over at once, to engines of this machine.
 
     Attributes:
-        deadline: as above; may be changed between updates.
         version: what all of them were last brought to; ``None`` before, and after an update that
             did not reach all.
     """
@@ -65,7 +63,7 @@ class Fleet:
         deadline: float = 600.0,
         bucket_bytes: int | None = None,
     ) -> None:
-        every = list(replicas)
+        every = _engines(replicas)
         self._replicas = {replica.name: replica for replica in every}
         if not every or len(self._replicas) != len(every):
             raise UsageError(
@@ -74,6 +72,12 @@ class Fleet:
             )
         self.version: Version | None = None
         self.deadline = deadline
+        if (
+            not isinstance(bucket_bytes, int | None)
+            or isinstance(bucket_bytes, bool)
+            or (bucket_bytes is not None and bucket_bytes <= 0)
+        ):
+            raise UsageError(f"bucket_bytes is a number of bytes, found {bucket_bytes!r}.")
         self._bucket_bytes = bucket_bytes
         self._lanes = {name: Lane(name) for name in self._replicas}
         self._turn = threading.Lock()
@@ -82,6 +86,18 @@ class Fleet:
         self._numbers = itertools.count(1)
 
     # ------------------------------------------------------------------ for users
+
+    @property
+    def deadline(self) -> float:
+        """As above; may be changed between updates."""
+        return self._deadline
+
+    @deadline.setter
+    def deadline(self, seconds: float) -> None:
+        known = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+        if not known or not seconds > 0:
+            raise UsageError(f"deadline is a number of seconds, found {seconds!r}.")
+        self._deadline = seconds
 
     def update(
         self,
@@ -93,6 +109,7 @@ class Fleet:
         check_finite: bool = False,
         strict: bool | None = None,
         verify: str | None = None,
+        draft: str | None = None,
     ) -> FleetReceipt:
         """Bring every engine to these weights, or none.
 
@@ -109,15 +126,17 @@ class Fleet:
             check_finite: see there.
             strict: see there.
             verify: see there; then engines also compare digests of what they received.
+            draft: as for :func:`weightload.vllm.reload`.
 
         Raises:
             FleetError: an engine could not follow. If that came before the decision, the others
                 serve what they served; if after it, they serve the new weights; the error says
                 which, for each.
-            UsageError: another update of this fleet is under way.
+            UsageError: another update of this fleet is under way, or an argument is no such.
 
         What an iterable raises reaches the caller as it is, with the same effect.
         """
+        _check(version, scope, draft)
         options = {
             "version": version,
             "commit": commit,
@@ -125,6 +144,7 @@ class Fleet:
             "check_finite": check_finite,
             "strict": strict,
             "verify": verify,
+            "draft": draft,
         }
         began = time.monotonic()
         with self._alone():
@@ -219,9 +239,9 @@ class Fleet:
         def look(replica: Replica) -> Standing:
             left = unsettled.get(replica.name)
             if left is not None:
-                gather(replica.call("abort", cause=left.cause, opener=left.opener))
+                values_of(replica.call("abort", cause=left.cause, opener=left.opener))
                 if left.missed:
-                    gather(replica.call("poison", cause=left.cause))
+                    values_of(replica.call("poison", cause=left.cause))
             return Standing.of(replica.call("status"))
 
         standings = _standings(self._insist("status", look))
@@ -289,7 +309,7 @@ class Fleet:
 
         def finish(replica: Replica) -> list[Receipt]:
             outcomes = replica.call("finish", opener=opener)
-            return [Receipt.from_plain(plain) for plain in gather(outcomes)]
+            return [Receipt.from_plain(plain) for plain in values_of(outcomes)]
 
         receipts = ask("finish", finish, self._replicas)
         published = ask("publish", lambda replica: replica.publish(version), receipts)
@@ -357,7 +377,7 @@ class Fleet:
         raise _ReplicaFailed from first
 
     def _operate(self, operation: str, **arguments: Any) -> dict[str, list[Any]]:
-        return self._all(operation, lambda replica: gather(replica.call(operation, **arguments)))
+        return self._all(operation, lambda replica: values_of(replica.call(operation, **arguments)))
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -386,6 +406,27 @@ class _Unsettled:
     opener: str
     cause: str
     missed: bool = attrs.field(kw_only=True)
+
+
+def _engines(replicas: Any) -> list[Replica]:
+    every = list(replicas) if isinstance(replicas, Iterable) else [replicas]
+    steps = ("call", "pause", "publish", "resume")
+    for one in every:
+        named = isinstance(getattr(one, "name", None), str)
+        if not named or not all(callable(getattr(one, step, None)) for step in steps):
+            raise UsageError(f"A fleet is made of engines (weightload.Replica), found {one!r}.")
+    if not isinstance(replicas, Iterable):
+        raise UsageError(f"A fleet is made of engines; put {replicas!r} into a list.")
+    return every
+
+
+def _check(version: Any, scope: Any, draft: Any) -> None:
+    if not isinstance(version, str | int) or isinstance(version, bool):
+        raise UsageError(f"version is a string or a number, found {version!r}.")
+    if not isinstance(scope, Scope | None):
+        raise UsageError(f"scope is a weightload.Scope, found {type(scope).__name__}.")
+    if not isinstance(draft, str | None):
+        raise UsageError(f"draft is the beginning of names, found {draft!r}.")
 
 
 def _standings(found: dict[str, Any]) -> Standings:

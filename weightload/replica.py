@@ -9,7 +9,7 @@ import attrs
 from weightload.outcomes import Outcome, gather
 from weightload.receipt import Receipt
 
-__all__ = ["FleetReceipt", "Replica", "Standing"]
+__all__ = ["FleetReceipt", "Replica", "Standing", "values_of"]
 
 Version = str | int
 
@@ -40,6 +40,21 @@ class Replica(Protocol):
 
     def resume(self) -> None:
         """Compute again. Who is not told so has no complete weights, and must not."""
+
+
+def values_of(outcomes: list[Outcome]) -> list[Any]:
+    """Return the value of each rank of an engine.
+
+    Raises:
+        WeightLoadError: a rank failed.
+        ConnectionError: this is no answer of ranks.
+    """
+    well = isinstance(outcomes, list) and outcomes
+    if not well or not all(
+        isinstance(one, dict) and {"value", "error"} & {*one} for one in outcomes
+    ):
+        raise ConnectionError(f"An answer has an outcome for each rank, found {outcomes!r}.")
+    return gather(outcomes)
 
 
 @attrs.frozen(kw_only=True)
@@ -76,15 +91,16 @@ class Standing:
         try:
             if isinstance(outcomes, BaseException):
                 raise outcomes
-            ranks = gather(outcomes)
+            ranks = values_of(outcomes)
+            poison = next((rank["poison"] for rank in ranks if rank["poison"]), None)
+            busy = any(rank["session"] is not None for rank in ranks)
+            versions = {rank["version"] for rank in ranks}
         except Exception as error:
             return cls(state="lost", why=f"{type(error).__name__}: {error}")
-        poison = next((rank["poison"] for rank in ranks if rank["poison"]), None)
         if poison is not None:
             return cls(state="refuses", why=poison)
-        if any(rank["session"] is not None for rank in ranks):
+        if busy:
             return cls(state="busy")
-        versions = {rank["version"] for rank in ranks}
         if len(versions) > 1:
             return cls(state="refuses", why=f"its ranks have different versions, {versions}")
         return cls(state="serves", version=versions.pop())

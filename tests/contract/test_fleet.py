@@ -13,7 +13,8 @@ import time
 
 import pytest
 import torch
-from fleets import BUCKET, LAYERS, SIZE, STATES, ProcessReplica, ToyReplica, replaced
+from fleets import BUCKET, LAYERS, SIZE, STATES, ProcessReplica, ToyReplica, replaced, toy
+from small import Live
 
 from weightload import (
     Fleet,
@@ -455,6 +456,89 @@ def test_one_fleet_makes_one_update_at_a_time():
 def test_engines_have_names_that_tell_them_apart(names):
     with pytest.raises(UsageError, match="different names"):
         fleet_of(engines(names))
+
+
+@pytest.mark.parametrize("replicas", [5, None, [1], ["a"], ToyReplica("a")])
+def test_what_is_no_engine_is_named(replicas):
+    with pytest.raises(UsageError, match="A fleet is made of engines"):
+        Fleet(replicas)
+
+
+@pytest.mark.parametrize("value", [None, "x", 0, -1.0, True, float("nan")])
+def test_a_deadline_that_is_no_time_is_refused_where_it_is_set(value):
+    with pytest.raises(UsageError, match="deadline is a number of seconds"):
+        fleet_of(engines(), deadline=value)
+    fleet = fleet_of(engines())
+    with pytest.raises(UsageError, match="deadline is a number of seconds"):
+        fleet.deadline = value
+
+
+@pytest.mark.parametrize("value", ["x", 0, -5, 4.0, True])
+def test_memory_of_no_size_is_refused_at_once(value):
+    with pytest.raises(UsageError, match="bucket_bytes is a number of bytes"):
+        fleet_of(engines(), bucket_bytes=value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scope": "x"}, {"scope": ["layers.0.weight"]}, {"version": None}, {"version": 1.5},
+        {"version": True}, {"draft": 5},
+    ],
+)  # fmt: skip
+def test_what_an_update_cannot_be_is_refused_before_anything_is_asked(options):
+    replicas = engines()
+    with pytest.raises(UsageError, match=f"{next(iter(options))} is"):
+        fleet_of(replicas).update(STATES[2], **{"version": 2, **options})
+    assert [replica.log for replica in replicas] == [[], [], []]
+
+
+@pytest.mark.parametrize("step", ["status", "start", "seal", "finish"])
+@pytest.mark.parametrize("answer", [[], None, "x", [{"rank": 0}], [{"rank": 0, "value": None}]])
+def test_an_answer_that_says_nothing_is_taken_for_none(step, answer):
+    """As from a way to an engine that lost the ranks of it."""
+    if step != "status" and answer == [{"rank": 0, "value": None}]:
+        return  # an answer to start and seal
+    replicas = engines()
+    whole = replicas[1].call
+
+    def call(operation, **arguments):
+        found = whole(operation, **arguments)
+        return answer if operation == step else found
+
+    replicas[1].call = call
+    with pytest.raises(FleetError) as caught:
+        fleet_of(replicas).update(STATES[2], version=2)
+    check_truth(caught.value, replicas, 1, 2)
+    replicas[1].call = whole
+    fleet_of(replicas).abort()
+    update(replicas, 3)
+
+
+def test_a_fleet_that_was_left_a_mixture_has_no_version():
+    replicas = engines()
+    fleet = fleet_of(replicas)
+    update(replicas, 2, fleet)
+    with pytest.raises(SourceFault):
+        fleet.update(broken_source(), version=3)
+    assert fleet.version == 2
+    with pytest.raises(FleetError):
+        fleet.update(iter(list(STATES[3].items())[:-1]), version=3, commit="stream")
+    assert fleet.version is None
+
+
+def test_draft_models_are_brought_along():
+    replicas = engines()
+    drafts = []
+    for replica in replicas:
+        for rank in replica.ranks:
+            drafts.append(Live(toy, STATES[1], version=1))
+            rank.get_draft_model = lambda draft=drafts[-1].model: draft
+    both = {**STATES[2], **{f"draft.{name}": tensor for name, tensor in STATES[3].items()}}
+    fleet_of(replicas).update(both, version=2, draft="draft.")
+    assert served(replicas) == [2, 2, 2]
+    for draft in drafts:
+        draft.equals(STATES[3])
 
 
 # ---------------------------------------------------------------- who decides may die as well
