@@ -72,11 +72,7 @@ class Fleet:
             )
         self.version: Version | None = None
         self.deadline = deadline
-        if (
-            not isinstance(bucket_bytes, int | None)
-            or isinstance(bucket_bytes, bool)
-            or (bucket_bytes is not None and bucket_bytes <= 0)
-        ):
+        if bucket_bytes is not None and (type(bucket_bytes) is not int or bucket_bytes <= 0):
             raise UsageError(f"bucket_bytes is a number of bytes, found {bucket_bytes!r}.")
         self._bucket_bytes = bucket_bytes
         self._lanes = {name: Lane(name) for name in self._replicas}
@@ -94,8 +90,7 @@ class Fleet:
 
     @deadline.setter
     def deadline(self, seconds: float) -> None:
-        known = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-        if not known or not seconds > 0:
+        if type(seconds) not in (int, float) or not seconds > 0:
             raise UsageError(f"deadline is a number of seconds, found {seconds!r}.")
         self._deadline = seconds
 

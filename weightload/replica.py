@@ -49,11 +49,12 @@ def values_of(outcomes: list[Outcome]) -> list[Any]:
         WeightLoadError: a rank failed.
         ConnectionError: this is no answer of ranks.
     """
-    well = isinstance(outcomes, list) and outcomes
-    if not well or not all(
-        isinstance(one, dict) and {"value", "error"} & {*one} for one in outcomes
-    ):
-        raise ConnectionError(f"An answer has an outcome for each rank, found {outcomes!r}.")
+    found: Any = outcomes
+    said = isinstance(found, list) and all(
+        isinstance(one, dict) and ("value" in one or "error" in one) for one in found
+    )
+    if not found or not said:
+        raise ConnectionError(f"An answer has an outcome for each rank, found {found!r}.")
     return gather(outcomes)
 
 
