@@ -25,20 +25,28 @@ import attrs
 
 from weightload.calling import Lane, ask_all
 from weightload.errors import (
-    EngineLostError,
     FleetError,
     UsageError,
     VerificationError,
     WeightLoadError,
 )
 from weightload.receipt import Receipt
-from weightload.replica import FleetReceipt, Replica, Standing, Version, values_of
+from weightload.replica import (
+    FleetReceipt,
+    Replica,
+    Standing,
+    Standings,
+    Version,
+    go_on,
+    replicas_of,
+    same_version,
+    standings_of,
+    values_of,
+)
 from weightload.scope import Scope
 from weightload.sending import Weights, is_folder, operations
 
 __all__ = ["Fleet"]
-
-Standings = dict[str, Standing]
 
 
 class Fleet:
@@ -63,7 +71,7 @@ class Fleet:
         deadline: float = 600.0,
         bucket_bytes: int | None = None,
     ) -> None:
-        every = _engines(replicas)
+        every = replicas_of(replicas)
         self._replicas = {replica.name: replica for replica in every}
         if not every or len(self._replicas) != len(every):
             raise UsageError(
@@ -188,9 +196,9 @@ class Fleet:
         with self._alone():
             self._insist("abort", lambda replica: replica.call("abort", cause=cause))
             standings = self._survey()
-            same = _same_version(standings)
+            same = same_version(standings)
             found = self._insist(
-                "resume", lambda replica: _go_on(replica, standings[replica.name], same)
+                "resume", lambda replica: go_on(replica, standings[replica.name], same)
             )
             for name, each in found.items():
                 if isinstance(each, Standing):
@@ -239,7 +247,7 @@ class Fleet:
                     values_of(replica.call("poison", cause=left.cause))
             return Standing.of(replica.call("status"))
 
-        standings = _standings(self._insist("status", look))
+        standings = standings_of(self._insist("status", look))
         for name, standing in standings.items():
             if standing.state != "lost":
                 self._unsettled.pop(name, None)
@@ -274,13 +282,13 @@ class Fleet:
         One that is still at something does that when it is done, whenever that is: nothing new
         can begin without it.
         """
-        same = _same_version(before)
+        same = same_version(before)
 
         def settle(replica: Replica) -> Standing:
             replica.call("abort", cause=cause, opener=opener)
-            return _go_on(replica, Standing.of(replica.call("status")), same)
+            return go_on(replica, Standing.of(replica.call("status")), same)
 
-        standings = _standings(self._insist("abort", settle))
+        standings = standings_of(self._insist("abort", settle))
         for name, standing in standings.items():
             if standing.state in ("lost", "busy"):
                 self._unsettled[name] = _Unsettled(opener, cause, missed=False)
@@ -403,18 +411,6 @@ class _Unsettled:
     missed: bool = attrs.field(kw_only=True)
 
 
-def _engines(replicas: Any) -> list[Replica]:
-    every = list(replicas) if isinstance(replicas, Iterable) else [replicas]
-    steps = ("call", "pause", "publish", "resume")
-    for one in every:
-        named = isinstance(getattr(one, "name", None), str)
-        if not named or not all(callable(getattr(one, step, None)) for step in steps):
-            raise UsageError(f"A fleet is made of engines (weightload.Replica), found {one!r}.")
-    if not isinstance(replicas, Iterable):
-        raise UsageError(f"A fleet is made of engines; put {replicas!r} into a list.")
-    return every
-
-
 def _check(version: Any, scope: Any, draft: Any) -> None:
     if not isinstance(version, str | int) or isinstance(version, bool):
         raise UsageError(f"version is a string or a number, found {version!r}.")
@@ -422,42 +418,6 @@ def _check(version: Any, scope: Any, draft: Any) -> None:
         raise UsageError(f"scope is a weightload.Scope, found {type(scope).__name__}.")
     if not isinstance(draft, str | None):
         raise UsageError(f"draft is the beginning of names, found {draft!r}.")
-
-
-def _standings(found: dict[str, Any]) -> Standings:
-    """Put what was raised into standings as well."""
-    return {
-        name: each if isinstance(each, Standing) else Standing.of(each)
-        for name, each in found.items()
-    }
-
-
-def _same_version(standings: Standings) -> list[Version | None]:
-    """Return the one version of all that serve, in a list that is empty if there is no such."""
-    versions = {each.version for each in standings.values() if each.state == "serves"}
-    return list(versions) if len(versions) == 1 else []
-
-
-def _go_on(replica: Replica, standing: Standing, same: list[Version | None]) -> Standing:
-    """Let an engine with complete weights compute again if they are the same as everybody's.
-
-    It may have committed in an update that nobody brought to its end, and hold caches of the
-    weights before: it drops them. Others stay paused.
-    """
-    if standing.state != "serves":
-        return standing
-    try:
-        replica.pause()
-    except EngineLostError:
-        raise
-    except WeightLoadError as error:
-        return attrs.evolve(standing, why=f"it was left as it is, and not paused: {error}")
-    if standing.version not in same:
-        why = "it stays paused, because others have another version"
-        return attrs.evolve(standing, state="refuses", why=why)
-    replica.publish(standing.version)
-    replica.resume()
-    return standing
 
 
 def _compare(sealed: dict[str, list[Any]], *, everywhere: bool) -> None:

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import attrs
 
+from weightload.errors import EngineLostError, UsageError, WeightLoadError
 from weightload.outcomes import Outcome, gather
 from weightload.receipt import Receipt
 
-__all__ = ["FleetReceipt", "Replica", "Standing", "values_of"]
+__all__ = [
+    "FleetReceipt",
+    "Replica",
+    "Standing",
+    "Standings",
+    "go_on",
+    "replicas_of",
+    "same_version",
+    "standings_of",
+    "values_of",
+]
 
 Version = str | int
 
@@ -107,6 +119,10 @@ class Standing:
         return cls(state="serves", version=versions.pop())
 
 
+Standings = dict[str, Standing]
+"""Of the engines of a fleet, by their names."""
+
+
 @attrs.frozen(kw_only=True)
 class FleetReceipt:
     """The result of an update that every engine has finished.
@@ -122,3 +138,56 @@ class FleetReceipt:
     before: dict[str, Version | None]
     replicas: dict[str, list[Receipt]]
     seconds: float
+
+
+def replicas_of(replicas: Any) -> list[Replica]:
+    """Return engines in a list.
+
+    Raises:
+        UsageError: these are something else.
+    """
+    every = list(replicas) if isinstance(replicas, Iterable) else [replicas]
+    steps = ("call", "pause", "publish", "resume")
+    for one in every:
+        named = isinstance(getattr(one, "name", None), str)
+        if not named or not all(callable(getattr(one, step, None)) for step in steps):
+            raise UsageError(f"A fleet is made of engines (weightload.Replica), found {one!r}.")
+    if not isinstance(replicas, Iterable):
+        raise UsageError(f"A fleet is made of engines; put {replicas!r} into a list.")
+    return every
+
+
+def standings_of(found: dict[str, Any]) -> Standings:
+    """Put what was raised into standings as well."""
+    return {
+        name: each if isinstance(each, Standing) else Standing.of(each)
+        for name, each in found.items()
+    }
+
+
+def same_version(standings: Standings) -> list[Version | None]:
+    """Return the one version of all that serve, in a list that is empty if there is no such."""
+    versions = {each.version for each in standings.values() if each.state == "serves"}
+    return list(versions) if len(versions) == 1 else []
+
+
+def go_on(replica: Replica, standing: Standing, same: list[Version | None]) -> Standing:
+    """Let an engine with complete weights compute again if they are the same as everybody's.
+
+    It may have committed in an update that nobody brought to its end, and hold caches of the
+    weights before: it drops them. Others stay paused.
+    """
+    if standing.state != "serves":
+        return standing
+    try:
+        replica.pause()
+    except EngineLostError:
+        raise
+    except WeightLoadError as error:
+        return attrs.evolve(standing, why=f"it was left as it is, and not paused: {error}")
+    if standing.version not in same:
+        why = "it stays paused, because others have another version"
+        return attrs.evolve(standing, state="refuses", why=why)
+    replica.publish(standing.version)
+    replica.resume()
+    return standing
