@@ -7,7 +7,6 @@ yardstick is what was packed, compared bit for bit.
 
 import copy
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from weightload import TransportError, UsageError, wire
-from weightload.arena import Arena
 from weightload.digest import digest
 from weightload.wire import BucketReader, BucketWriter, forms_of
 
@@ -370,65 +368,3 @@ def test_nothing_is_taken_after_the_closing():
             reader.check(record)
     with pytest.raises(TransportError, match="closed already"):
         reader.close(closing)
-
-
-# ------------------------------------------------------------------------------ shared memory
-
-
-def test_both_sides_of_an_arena_see_the_same_bytes():
-    mine = Arena.create(1000)
-    try:
-        assert mine.memory.numel() == 1024
-        other = Arena.open(mine.path, mine.memory.numel(), mine.token)
-        mine.memory.copy_(torch.arange(1024) % 251)
-        assert torch.equal(other.memory, mine.memory)
-        assert other.owner_lives()
-        mine.unlink()
-        assert not Path(mine.path).exists(), "nothing would be left of an owner that is killed now"
-        mine.memory.fill_(5)
-        assert bool((other.memory == 5).all()), "and both still see the same"
-    finally:
-        mine.close(remove=True)
-    assert not other.owner_lives()
-    with pytest.raises(TransportError, match="cannot be opened"):
-        Arena.open(mine.path, 1024, mine.token)
-
-
-def test_an_arena_that_nothing_has_room_for_is_an_error_and_no_crash():
-    """Memory that is promised and is not there would end the process at the first write."""
-    with pytest.raises(OSError, match=r"space|large|memory"):
-        Arena.create(1 << 50)
-
-
-def test_another_file_of_the_same_name_is_not_taken_for_the_senders():
-    """Two containers may have a file of one name each."""
-    mine = Arena.create(64)
-    try:
-        with pytest.raises(TransportError, match="see different files"):
-            Arena.open(mine.path, 64, "0" * 64)
-        with pytest.raises(TransportError, match="see different files"):
-            Arena.open(mine.path, 128, mine.token)
-    finally:
-        mine.close(remove=True)
-
-
-def test_an_owner_that_is_killed_is_not_taken_for_alive():
-    import os
-    import signal
-    import subprocess
-    import sys
-
-    program = (
-        "import sys, time; from weightload.arena import Arena; a = Arena.create(64);"
-        "print(a.path, a.token, flush=True); time.sleep(60)"
-    )
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as owner:
-        path, token = owner.stdout.readline().decode().split()
-        arena = Arena.open(path, 64, token)
-        try:
-            assert arena.owner_lives()
-        finally:
-            owner.send_signal(signal.SIGKILL)
-            owner.wait()
-            os.unlink(path)
-    assert not arena.owner_lives()
