@@ -99,9 +99,10 @@ class BucketWriter:
             multiple of :data:`ALIGNMENT`.
         forms: what will be sent, as :func:`forms_of` gives it, if that is known.
         version: what the sender calls these weights.
+        update: a name for this update that no other one has; by default one is drawn.
 
     Attributes:
-        update: names this update, and no other one.
+        update: names this update.
 
     Raises:
         UsageError: the memory is not as it has to be.
@@ -113,13 +114,14 @@ class BucketWriter:
         *,
         forms: Mapping[str, Any] | None = None,
         version: str | int | None = None,
+        update: str | None = None,
     ) -> None:
         _require_memory(memory)
         if not memory.numel() or memory.numel() % ALIGNMENT:
             raise UsageError(
                 f"A bucket holds a multiple of {ALIGNMENT} bytes, found {memory.numel()}."
             )
-        self.update = uuid.uuid4().hex
+        self.update = uuid.uuid4().hex if update is None else update
         self._memory = memory
         self._forms = None if forms is None else dict(forms)
         self._version = version
