@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import secrets
 import tempfile
+import weakref
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,7 +25,8 @@ _TOKEN = 64
 class Arena:
     """A file in shared memory; made by one process, which writes, and opened by others, which read.
 
-    The owner holds a lock on it as long as it lives, however it ends.
+    The owner holds a lock on it as long as it lives, however it ends. A process that the owner forks
+    sees the memory too, and does not own it.
 
     Attributes:
         path: the file.
@@ -33,58 +37,86 @@ class Arena:
     def __init__(self, path: str, handle: int, nbytes: int, token: str) -> None:
         self.path = path
         self.token = token
-        self._handle = handle
-        whole = torch.from_file(path, shared=True, size=nbytes + _TOKEN, dtype=torch.uint8)
+        try:
+            whole = torch.from_file(path, shared=True, size=nbytes + _TOKEN, dtype=torch.uint8)
+        except RuntimeError as error:  # torch's word for what the system refuses
+            raise OSError(errno.ENOMEM, f"cannot map {nbytes} bytes: {error}", path) from error
         self.memory, self._token = whole[:nbytes], whole[nbytes:]
+        self._handle = handle
+        self._let_go = weakref.finalize(self, os.close, handle)
 
     @classmethod
     def create(cls, nbytes: int) -> Arena:
         """Make one of at least ``nbytes`` bytes, and own it.
 
         Raises:
-            OSError: there is no room for it.
+            OSError: there is no room for it, or no folder where it could be.
         """
         nbytes = max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT
-        token = secrets.token_hex(_TOKEN // 2)
-        for folder in (Path("/dev/shm"), Path(tempfile.gettempdir())):
+        folders = [Path("/dev/shm"), Path(tempfile.gettempdir())]
+        failure = OSError(errno.EACCES, f"none of {', '.join(map(str, folders))} can be written")
+        for folder in folders:
             if not os.access(folder, os.W_OK):
                 continue
-            handle, path = tempfile.mkstemp(prefix="weightload-", dir=folder)
             try:
-                # A page that the file system has no room for would end the process when written.
-                os.posix_fallocate(handle, 0, nbytes + _TOKEN)
-                fcntl.flock(handle, fcntl.LOCK_EX)
-                arena = cls(path, handle, nbytes, token)
+                return cls._create_in(folder, nbytes)
             except OSError as error:
                 failure = error
-                os.close(handle)
-                Path(path).unlink()
-                continue
-            arena._token.copy_(torch.frombuffer(bytearray(token.encode()), dtype=torch.uint8))
-            return arena
         raise failure
 
     @classmethod
-    def open(cls, path: str, nbytes: int, token: str) -> Arena:
+    def _create_in(cls, folder: Path, nbytes: int) -> Arena:
+        token = secrets.token_hex(_TOKEN // 2)
+        handle, path = tempfile.mkstemp(prefix="weightload-", dir=folder)
+        try:
+            # A page that the file system has no room for would end the process when written.
+            os.posix_fallocate(handle, 0, nbytes + _TOKEN)
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            arena = cls(path, handle, nbytes, token)
+        except BaseException:
+            os.close(handle)
+            Path(path).unlink()
+            raise
+        arena._token.copy_(torch.frombuffer(bytearray(token.encode()), dtype=torch.uint8))
+        _OWNED.add(arena)
+        return arena
+
+    @classmethod
+    def open(cls, path: Any, nbytes: Any, token: Any) -> Arena:
         """See the one that another process made.
 
+        Args:
+            path: its file, as the owner says.
+            nbytes: of its memory.
+            token: which one it is.
+
         Raises:
-            TransportError: it is not there, or is another one.
+            TransportError: it is not there, is another one, or cannot be one.
         """
+        types = isinstance(path, str), type(nbytes) is int, isinstance(token, str)
+        if not all(types) or nbytes <= 0:
+            raise TransportError(
+                f"The sender's memory has a path, a size above 0 and a token; found {path!r}, "
+                f"{nbytes!r}, {token!r}."
+            )
+        arena = None
         try:
             handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
+            try:
+                if os.fstat(handle).st_size == nbytes + _TOKEN:
+                    arena = cls(path, handle, nbytes, token)
+            finally:
+                if arena is None:
+                    os.close(handle)
+        except (OSError, ValueError) as error:
             raise TransportError(
                 f"The sender's memory {path!r} cannot be opened ({error}). Both sides must be on "
                 f"one machine and see the same folder."
             ) from error
-        if os.fstat(handle).st_size == nbytes + _TOKEN:
-            arena = cls(path, handle, nbytes, token)
-            if bytes(arena._token.tolist()) == token.encode():
+        if arena is not None:
+            if bytes(arena._token.tolist()).decode("ascii", "replace") == token:
                 return arena
             arena.close()
-        else:
-            os.close(handle)
         raise TransportError(
             f"{path!r} is not the sender's memory of {nbytes} bytes: the two processes see "
             f"different files of this name."
@@ -105,15 +137,24 @@ class Arena:
 
     def close(self, *, remove: bool = False) -> None:
         """Let go of it; the owner also removes it. Others that have opened it keep what they see."""
-        if self._handle < 0:
+        if not self._let_go.alive:
             return
-        os.close(self._handle)
-        self._handle = -1
+        _OWNED.discard(self)
+        self._let_go()
         self.memory = self._token = torch.empty(0, dtype=torch.uint8)
         if remove:
             self.unlink()
 
-    def __del__(self) -> None:
-        if getattr(self, "_handle", -1) >= 0:
-            os.close(self._handle)
-            self._handle = -1
+
+_OWNED: weakref.WeakSet[Arena] = weakref.WeakSet()
+"""What this process owns."""
+
+
+def _disown() -> None:
+    """Let go, in a process that was just forked: the lock would be held as long as any has it open."""
+    for arena in list(_OWNED):
+        arena._let_go()
+    _OWNED.clear()
+
+
+os.register_at_fork(after_in_child=_disown)

@@ -107,7 +107,8 @@ class WeightLoadError(Exception):
         A type name that this version does not know becomes a plain ``WeightLoadError``.
         """
         cls = _BY_NAME.get(data["type"], WeightLoadError)
-        error = cls(data["message"], model_intact=data["model_intact"], **data["facts"])
+        error = cls(data["message"], model_intact=data["model_intact"])
+        error.facts = dict(data["facts"])  # whatever they are called
         for note in data["notes"]:
             error.add_note(note)
         return error

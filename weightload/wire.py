@@ -37,6 +37,19 @@ FORMAT = 1
 ALIGNMENT = 64
 """Offsets in a bucket are multiples of this, so that any dtype may lie there."""
 
+_LARGEST = (1 << 63) - 1
+"""The largest size that torch can speak of."""
+
+_NAMES = """
+    bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 float16 bfloat16 float32 float64
+    complex32 complex64 complex128 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz
+    float8_e8m0fnu float4_e2m1fn_x2
+"""
+_DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name) for name in _NAMES.split() if hasattr(torch, name)
+}
+"""What may travel: types whose values are their bytes, as those of quantized tensors are not."""
+
 Record = dict[str, Any]
 Pair = tuple[str, torch.Tensor]
 
@@ -68,7 +81,13 @@ _RECORDS: dict[str, dict[str, type | tuple[type, ...]]] = {
 
 
 def forms_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Return what an opening says about tensors: ``{name: [shape, dtype]}``."""
+    """Return what an opening says about tensors: ``{name: [shape, dtype]}``.
+
+    Raises:
+        UsageError: one is no tensor, or of a type that cannot be sent.
+    """
+    for name, one in tensors.items():
+        _require_tensor(name, one)
     return {name: [list(one.shape), _dtype_name(one.dtype)] for name, one in tensors.items()}
 
 
@@ -80,9 +99,13 @@ class BucketWriter:
             multiple of :data:`ALIGNMENT`.
         forms: what will be sent, as :func:`forms_of` gives it, if that is known.
         version: what the sender calls these weights.
+        update: a name for this update that no other one has; by default one is drawn.
 
     Attributes:
-        update: names this update, and no other one.
+        update: names this update.
+
+    Raises:
+        UsageError: the memory is not as it has to be.
     """
 
     def __init__(
@@ -91,12 +114,14 @@ class BucketWriter:
         *,
         forms: Mapping[str, Any] | None = None,
         version: str | int | None = None,
+        update: str | None = None,
     ) -> None:
+        _require_memory(memory)
         if not memory.numel() or memory.numel() % ALIGNMENT:
             raise UsageError(
                 f"A bucket holds a multiple of {ALIGNMENT} bytes, found {memory.numel()}."
             )
-        self.update = uuid.uuid4().hex
+        self.update = uuid.uuid4().hex if update is None else update
         self._memory = memory
         self._forms = None if forms is None else dict(forms)
         self._version = version
@@ -116,10 +141,14 @@ class BucketWriter:
         }
 
     def fill(self, weights: Iterable[Pair]) -> Iterator[Record]:
-        """Yield the record of each bucket; the memory holds it until the next one is asked for."""
+        """Yield the record of each bucket; the memory holds it until the next one is asked for.
+
+        Raises:
+            UsageError: what comes under a name is no tensor, or has no plain bytes to send.
+        """
         capacity = self._memory.numel()
         for name, tensor in weights:
-            octets = _octets(tensor)
+            octets = _octets(name, tensor)
             size = octets.numel()
             if self._rows and self._used + size > capacity:
                 yield self._flush()
@@ -224,6 +253,7 @@ class BucketReader:
         )
         self._index = self._nbytes = 0
         self._chain = ""
+        self._closed = False
         self._seen: set[str] = set()
         self._part: torch.Tensor | None = None
         self._row: _Row | None = None
@@ -233,11 +263,12 @@ class BucketReader:
 
         Raises:
             TransportError: a field is missing or of the wrong type, the bucket is of another
-                update, came before or out of order, or a row cannot be true.
+                update, came before, out of order or after the closing, or a row cannot be true.
         """
         _check_fields("bucket", record)
         self._same_update(record)
         index, nbytes = record["index"], record["nbytes"]
+        _require(not self._closed, f"Bucket {index} came after the closing of its update.")
         what = "came again" if index < self._index else "came, and those before it were left out"
         _require(index == self._index, f"Bucket {index} {what}; bucket {self._index} was expected.")
         _require(
@@ -274,8 +305,11 @@ class BucketReader:
                 returned as views of it.
 
         Raises:
-            TransportError: the record does not hold, or the bytes are not those that it is about.
+            TransportError: the record does not hold, the bytes are not those that it is about, or
+                there is no room for a tensor that comes in parts. The bucket may be sent again.
+            UsageError: the memory is not as it has to be.
         """
+        _require_memory(memory)
         rows = self.check(record)
         body = {key: value for key, value in record.items() if key != "digest"}
         found = _mark(body, memory[: record["nbytes"]])
@@ -284,28 +318,38 @@ class BucketReader:
             f"Bucket {self._index} has the digest {found}; expected {record['digest']}. Its bytes "
             f"or its record were changed on the way. Nothing of it was loaded.",
         )
-        self._chain = _chained(self._chain, found)
-        self._index += 1
         whole: list[Pair] = []
+        part, open_row = self._part, self._row
         for row in rows:
             octets = memory[row.offset : row.offset + row.length]
-            self._nbytes += row.length
             if row.length != row.size:
-                octets = self._collect(row, octets)
+                if part is None:
+                    where = f"Bucket {self._index}, {row.name!r}:"
+                    part = _space(where, row, memory.device)
+                part[row.begin : row.begin + row.length].copy_(octets)
                 if not row.is_last:
+                    open_row = row
                     continue
-            self._seen.add(row.name)
+                octets, part, open_row = part, None, None
             whole.append((row.name, octets.view(row.dtype).view(row.shape)))
+        # Only now that nothing can fail: a bucket that was refused may be sent again.
+        self._part, self._row = part, open_row
+        self._seen.update(name for name, _ in whole)
+        self._nbytes += sum(row.length for row in rows)
+        self._chain = _chained(self._chain, found)
+        self._index += 1
         return whole
 
     def close(self, record: Any) -> None:
         """Check that everything came.
 
         Raises:
-            TransportError: a bucket or tensor is missing, or the buckets are not those sent.
+            TransportError: a bucket or tensor is missing, the buckets are not those sent, or the
+                update was closed before.
         """
         _check_fields("closing", record)
         self._same_update(record)
+        _require(not self._closed, "The update was closed already.")
         _require(self._row is None, f"{self._row.name if self._row else ''!r} never came whole.")
         for what, count in (
             ("buckets", self._index),
@@ -324,6 +368,7 @@ class BucketReader:
                 f"{len(missing)} of {len(self.forms)} announced tensors never came, "
                 f"{missing[0] if missing else ''!r} among them.",
             )
+        self._closed = True
 
     def _same_update(self, record: Record) -> None:
         _require(
@@ -374,13 +419,13 @@ class BucketReader:
             f"{before.begin + before.length} on.",
         )
 
-    def _collect(self, row: _Row, octets: torch.Tensor) -> torch.Tensor:
-        if self._part is None:
-            self._part = octets.new_empty(row.size)
-        whole = self._part
-        whole[row.begin : row.begin + row.length].copy_(octets)
-        self._row, self._part = (None, None) if row.is_last else (row, whole)
-        return whole
+
+def _space(where: str, row: _Row, device: torch.device) -> torch.Tensor:
+    """Make room for a tensor that comes in parts."""
+    try:
+        return torch.empty(row.size, dtype=torch.uint8, device=device)
+    except RuntimeError as error:
+        raise TransportError(f"{where} there is no room for its {row.size} bytes.") from error
 
 
 def _require(holds: bool, otherwise: str) -> None:
@@ -423,18 +468,62 @@ def _form(where: str, form: Any) -> tuple[torch.dtype, tuple[int, ...]]:
         f"{where} a form is [shape, dtype]; found {form!r}.",
     )
     shape, name = form
-    dtype = getattr(torch, name, None) if isinstance(name, str) else None
-    if not isinstance(dtype, torch.dtype):
-        raise TransportError(f"{where} {name!r} is no dtype.")
+    dtype = _DTYPES.get(name) if isinstance(name, str) else None
+    if dtype is None:
+        raise TransportError(f"{where} {name!r} is no dtype that can be sent.")
     _require(
         isinstance(shape, list | tuple) and all(_is_count(size) for size in shape),
         f"{where} a shape is a list of whole numbers from 0; found {shape!r}.",
     )
+    # A size of 0 makes the others no smaller: torch computes with them.
+    _require(
+        math.prod(max(size, 1) for size in shape) * dtype.itemsize <= _LARGEST,
+        f"{where} no tensor can have the shape {shape!r}.",
+    )
     return dtype, tuple(shape)
 
 
-def _octets(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+def _require_tensor(name: Any, one: Any) -> None:
+    """Raise if a tensor cannot be sent, whatever its bytes are."""
+    if not isinstance(name, str):
+        raise UsageError(f"The name of a tensor is text, found {name!r}.")
+    if not isinstance(one, torch.Tensor):
+        raise UsageError(f"{name!r} is a {type(one).__name__}; only tensors can be sent.")
+    if _dtype_name(one.dtype) not in _DTYPES:
+        raise UsageError(
+            f"{name!r} is of {_dtype_name(one.dtype)}, which cannot be sent: its values are more "
+            f"than its bytes. Send what it is made of."
+        )
+
+
+def _require_memory(memory: Any) -> None:
+    fits = (
+        isinstance(memory, torch.Tensor)
+        and memory.dtype == torch.uint8
+        and memory.dim() == 1
+        and memory.is_contiguous()
+        and memory.storage_offset() % ALIGNMENT == 0
+    )
+    if not fits:
+        found = type(memory).__name__
+        if isinstance(memory, torch.Tensor):
+            found = f"shape {list(memory.shape)} of {_dtype_name(memory.dtype)}, strides "
+            found += f"{memory.stride()}, from element {memory.storage_offset()} on"
+        raise UsageError(
+            f"The memory of a bucket is a tensor of uint8, in one dimension, without gaps, that "
+            f"begins at a multiple of {ALIGNMENT} bytes of its storage; found {found}."
+        )
+
+
+def _octets(name: Any, tensor: Any) -> torch.Tensor:
+    """Return the bytes of a tensor, in order."""
+    _require_tensor(name, tensor)
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        what = "on the meta device" if tensor.is_meta else f"of layout {tensor.layout}"
+        raise UsageError(f"{name!r} is {what}, so it has no run of bytes to send.")
+    plain: torch.Tensor = tensor.detach().resolve_conj().resolve_neg()
+    # One element counts as contiguous, whatever its stride, and then is no view of bytes.
+    return plain.contiguous().as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

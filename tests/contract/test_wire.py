@@ -7,15 +7,14 @@ yardstick is what was packed, compared bit for bit.
 
 import copy
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from weightload import TransportError, UsageError
-from weightload.arena import Arena
+from weightload import TransportError, UsageError, wire
+from weightload.digest import digest
 from weightload.wire import BucketReader, BucketWriter, forms_of
 
 CAPACITY = 256
@@ -177,16 +176,19 @@ def test_a_bucket_of_another_update_is_refused():
         received(OPENING, [foreign], CLOSING)
 
 
+def sealed(record, octets):
+    """Return the digest that goes with a record, whatever it says."""
+    body = {key: value for key, value in record.items() if key != "digest"}
+    return wire._mark(body, octets[: record["nbytes"]])
+
+
 def lie(tensors, capacity=1 << 12, **changes):
     """Pack tensors as a sender that tells lies about the first one and seals them properly."""
-    from weightload import wire
-
     [opening], [(record, octets)], closing = sent(tensors, announced=False, capacity=capacity)
     fields = ("name", "dtype", "shape", "offset", "begin", "length")
     true = zip(fields, record["rows"][0], strict=True)
     record["rows"][0] = [changes.get(field, value) for field, value in true]
-    body = {key: value for key, value in record.items() if key != "digest"}
-    record["digest"] = wire._mark(body, octets[: record["nbytes"]])
+    record["digest"] = sealed(record, octets)
     closing["digest"] = wire._chained("", record["digest"])
     return opening, [(record, octets)], closing
 
@@ -244,63 +246,125 @@ def test_a_bucket_has_a_size_that_any_type_may_follow(size):
         BucketWriter(torch.empty(size, dtype=torch.uint8))
 
 
-# ------------------------------------------------------------------------------ shared memory
+@pytest.mark.parametrize(
+    "shape", [[2**50], [2**61], [2**70], [0, 2**70], [0, 2**62, 2**62], [2**40, 2**40]]
+)
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_size_that_nothing_has_room_for_is_refused_by_name_and_the_bucket_may_be_sent_again(
+    shape, announced
+):
+    """Whether it was announced or not, of no elements or of too many: no allocator's own error."""
+    some = {"matrix": torch.arange(32.0).view(4, 8)}  # two full lines: may be part of a larger one
+    nothing = 0 in shape
+    lied = lie(some, shape=shape, **({"length": 0} if nothing else {}))
+    [opening], [(record, octets)], closing = sent(some, announced=False, capacity=1 << 12)
+    lied[1][0][0]["update"] = opening["update"]
+    lied[1][0][0]["digest"] = sealed(lied[1][0][0], octets)
+    if announced:
+        opening["forms"] = {"matrix": [shape, "float32"]}
+        with pytest.raises(TransportError, match="'matrix'"):
+            received(opening, lied[1], closing, capacity=1 << 12)
+        return
+    reader = BucketReader(opening, 1 << 12)
+    with pytest.raises(TransportError, match="Bucket 0, 'matrix'"):
+        reader.take(*lied[1][0])
+    [(name, tensor)] = reader.take(record, octets)
+    assert name == "matrix"
+    assert torch.equal(tensor, some["matrix"])
+    reader.close(closing)
 
 
-def test_both_sides_of_an_arena_see_the_same_bytes():
-    mine = Arena.create(1000)
-    try:
-        assert mine.memory.numel() == 1024
-        other = Arena.open(mine.path, mine.memory.numel(), mine.token)
-        mine.memory.copy_(torch.arange(1024) % 251)
-        assert torch.equal(other.memory, mine.memory)
-        assert other.owner_lives()
-        mine.unlink()
-        assert not Path(mine.path).exists(), "nothing would be left of an owner that is killed now"
-        mine.memory.fill_(5)
-        assert bool((other.memory == 5).all()), "and both still see the same"
-    finally:
-        mine.close(remove=True)
-    assert not other.owner_lives()
-    with pytest.raises(TransportError, match="cannot be opened"):
-        Arena.open(mine.path, 1024, mine.token)
+STRANGE = {
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8),
+    "sparse": lambda: torch.eye(2).to_sparse(),
+    "rows": lambda: torch.eye(2).to_sparse_csr(),
+    "without bytes": lambda: torch.ones(2, device="meta"),
+    "text": lambda: "x",
+    "a list": lambda: [1.0],
+    "none": lambda: None,
+}
 
 
-def test_an_arena_that_nothing_has_room_for_is_an_error_and_no_crash():
-    """Memory that is promised and is not there would end the process at the first write."""
-    with pytest.raises(OSError, match=r"space|large|memory"):
-        Arena.create(1 << 50)
+@pytest.mark.parametrize("name", STRANGE)
+def test_what_has_no_bytes_to_send_is_refused_by_name(name):
+    one = STRANGE[name]()
+    memory = torch.zeros(CAPACITY, dtype=torch.uint8)
+    with pytest.raises(UsageError, match=f"'{name}'"):
+        list(BucketWriter(memory).fill([(name, one)]))
+    if name not in ("without bytes", "sparse", "rows"):
+        with pytest.raises(UsageError, match=f"'{name}'"):
+            forms_of({name: one})
+    with pytest.raises(UsageError, match="name"):
+        list(BucketWriter(memory).fill([(5, torch.ones(1))]))
 
 
-def test_another_file_of_the_same_name_is_not_taken_for_the_senders():
-    """Two containers may have a file of one name each."""
-    mine = Arena.create(64)
-    try:
-        with pytest.raises(TransportError, match="see different files"):
-            Arena.open(mine.path, 64, "0" * 64)
-        with pytest.raises(TransportError, match="see different files"):
-            Arena.open(mine.path, 128, mine.token)
-    finally:
-        mine.close(remove=True)
+@pytest.mark.parametrize(
+    ("one", "value"),
+    [
+        (torch.tensor([1 + 2j]).conj(), torch.tensor([1 - 2j])),
+        (torch._neg_view(torch.ones(3)), -torch.ones(3)),
+        (torch.tensor([1 + 2j]).conj().imag, torch.tensor([-2.0])),
+        (torch.arange(4.0)[1::2][:1], torch.tensor([1.0])),
+    ],
+)
+def test_what_a_view_only_promises_to_do_is_done_when_it_is_sent(one, value):
+    """Conjugates and negatives are flags on other bytes; one element may have any stride."""
+    opening, buckets, closing = sent({"one": one})
+    assert torch.equal(received(*opening, buckets, closing)["one"], value)
 
 
-def test_an_owner_that_is_killed_is_not_taken_for_alive():
-    import os
-    import signal
-    import subprocess
-    import sys
+def test_the_digest_of_one_element_is_that_of_its_bytes_whatever_its_stride():
+    assert digest(torch.arange(4.0)[1::2][:1]) == digest(torch.tensor([1.0]))
 
-    program = (
-        "import sys, time; from weightload.arena import Arena; a = Arena.create(64);"
-        "print(a.path, a.token, flush=True); time.sleep(60)"
-    )
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as owner:
-        path, token = owner.stdout.readline().decode().split()
-        arena = Arena.open(path, 64, token)
-        try:
-            assert arena.owner_lives()
-        finally:
-            owner.send_signal(signal.SIGKILL)
-            owner.wait()
-            os.unlink(path)
-    assert not arena.owner_lives()
+
+@pytest.mark.parametrize(
+    "dtype", ["quint8", "qint8", "quint4x2", "bits8", "bits16", "int1", "int4"]
+)
+def test_a_type_without_plain_bytes_is_not_believed(dtype):
+    """torch has a dtype of this name, and what it holds could not be compared, or ends a process."""
+    assert isinstance(getattr(torch, dtype), torch.dtype)
+    some = {"bytes": TENSORS["bytes"]}
+    with pytest.raises(TransportError, match=f"Bucket 0, 'bytes': '{dtype}' is no dtype"):
+        received(*lie(some, dtype=dtype), capacity=1 << 12)
+    [opening], _, _ = sent(some)
+    opening["forms"]["bytes"][1] = dtype
+    with pytest.raises(TransportError, match="'bytes'"):
+        BucketReader(opening, CAPACITY)
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [
+        torch.zeros(64),
+        torch.zeros(8, 8, dtype=torch.uint8),
+        torch.zeros(128, dtype=torch.uint8)[::2],
+        torch.zeros(65, dtype=torch.uint8)[1:],
+        bytearray(64),
+        None,
+    ],
+    ids=["float32", "two dimensions", "every second byte", "from byte 1 on", "no tensor", "none"],
+)
+def test_memory_that_is_no_run_of_bytes_is_refused_on_both_sides(memory):
+    with pytest.raises(UsageError, match="memory"):
+        BucketWriter(memory)
+    opening, [(record, _)], _ = sent({"flags": TENSORS["flags"]}, capacity=64)
+    with pytest.raises(UsageError, match="memory"):
+        BucketReader(*opening, 64).take(record, memory)
+
+
+def test_nothing_is_taken_after_the_closing():
+    """It would be loaded, and no closing would have counted it."""
+    memory = torch.zeros(CAPACITY, dtype=torch.uint8)
+    writer = BucketWriter(memory)
+    reader = BucketReader(writer.opening(), CAPACITY)
+    for record in writer.fill([("twin 1", TENSORS["twin 1"])]):
+        reader.take(record, memory)
+    closing = writer.closing()
+    reader.close(closing)
+    for record in writer.fill([("twin 2", TENSORS["twin 2"])]):
+        with pytest.raises(TransportError, match="Bucket 1 came after the closing"):
+            reader.take(record, memory)
+        with pytest.raises(TransportError, match="Bucket 1 came after the closing"):
+            reader.check(record)
+    with pytest.raises(TransportError, match="closed already"):
+        reader.close(closing)

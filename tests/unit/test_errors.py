@@ -60,6 +60,22 @@ def test_every_error_survives_the_way_through_plain_data(cls):
     assert again.__notes__ == ["and a note"]
 
 
+@pytest.mark.parametrize(
+    "key", ["message", "model_intact", "facts", "self", "args", "a b", "__notes__"]
+)
+@pytest.mark.parametrize("cls", CLASSES)
+def test_no_name_of_a_fact_hides_the_error_that_came_from_afar(cls, key):
+    """Another process says what its facts are called; what went wrong there has to reach the caller."""
+    plain = {**cls("what happened", model_intact=False).to_plain(), "facts": {key: 3}}
+    again = WeightLoadError.from_plain(plain)
+    assert type(again) is cls
+    assert str(again) == "what happened"
+    assert again.model_intact is False
+    assert again.facts == {key: 3}
+    assert pickle.loads(pickle.dumps(again)).facts == {key: 3}
+    assert WeightLoadError.from_plain(again.to_plain()).facts == {key: 3}
+
+
 def test_an_error_of_a_newer_version_is_still_an_error():
     plain = {**WeightLoadError("text").to_plain(), "type": "ErrorOfTomorrow"}
     assert type(WeightLoadError.from_plain(plain)) is WeightLoadError

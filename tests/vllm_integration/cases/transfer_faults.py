@@ -224,11 +224,11 @@ def run(folder, ranks, worker="auto"):
         return raised
 
     def silent(way):
-        """Begin an update and bring nothing; whoever comes next waits until it is given up."""
-        one = sender()
+        """Begin an update and bring nothing; another trainer waits until it is given up."""
+        one, two = sender(), sender("second")
         raised = one.do("meet", **{**way, "deadline": 2.0})
         llm.start_weight_update()
-        early = one.do("send", path=str(b_path), version="silent")
+        early = two.do("meet", **{**way, "deadline": 2.0})
         time.sleep(2.5)
         return raised or early
 

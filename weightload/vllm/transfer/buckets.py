@@ -21,7 +21,8 @@ class BucketUpdateInfo(WeightTransferUpdateInfo):
     """One message of a trainer: exactly one of the records of :mod:`weightload.wire`, or an abort.
 
     Attributes:
-        met: with an opening: which trainer it is that speaks, as it said at the handshake.
+        met: which trainer it is that speaks, as it said at the handshake.
+        update: with an abort: the update that it ends; a record names its own.
         turn: counts the buckets that this trainer sent, for transports that have to keep in step.
     """
 
@@ -30,6 +31,7 @@ class BucketUpdateInfo(WeightTransferUpdateInfo):
     closing: Any = None
     abort: str | None = None
     met: str | None = None
+    update: str | None = None
     turn: int | None = None
 
     def __post_init__(self) -> None:
@@ -39,15 +41,10 @@ class BucketUpdateInfo(WeightTransferUpdateInfo):
 
 
 class BucketEngine(OwnEngine):
-    """What the engines that receive buckets have in common.
-
-    Attributes:
-        met: which trainer was met last.
-    """
+    """What the engines that receive buckets have in common."""
 
     update_info_cls = BucketUpdateInfo
 
-    met: str | None = None
     _reader: BucketReader | None = None
     _closed = False
 
@@ -72,14 +69,20 @@ class BucketEngine(OwnEngine):
         super().start_weight_update()
         self._reader, self._closed = None, False
 
+    def weightload_known(self) -> str | None:
+        """Return the name of the update under way, ``None`` until it is opened."""
+        return None if self._reader is None else self._reader.update
+
     def weightload_admit(self, message: BucketUpdateInfo) -> None:
-        """Let only the trainer speak that opened the update."""
+        """Let only the trainer speak that opened the update, or is about to."""
         record = message.bucket or message.closing or message.opening
-        known = None if self._reader is None else self._reader.update
+        known = self.weightload_known()
         found = record.get("update") if isinstance(record, dict) else None
-        if known is not None and found != known:
+        given_up = message.opening is None and message.met not in (None, self.met)
+        if given_up or (known is not None and found != known):
             raise ModelBusyError(
-                f"A message of update {found!r} came while update {known!r} is under way; one "
+                f"A message of update {found!r} came while "
+                f"{'another update' if known is None else f'update {known!r}'} is under way; one "
                 f"trainer at a time. The update that is under way goes on.",
                 owner=known,
             )

@@ -17,7 +17,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from weightload.digest import digest
-from weightload.errors import CheckpointFileError, TransportError
+from weightload.errors import CheckpointFileError, ModelBusyError, TransportError
 from weightload.files import checkpoint_folder, read_headers
 from weightload.session import WeightLoadSession
 from weightload.vllm.lazy import LazyCheckpoint
@@ -29,7 +29,13 @@ __all__ = ["FileEngine", "FileInitInfo", "FileTrainer", "FileTrainerInitInfo", "
 
 @dataclass
 class FileInitInfo(WeightTransferInitInfo):
-    """Nothing: files say what they are."""
+    """Little: files say what they are.
+
+    Attributes:
+        met: which trainer it is; ``None`` where somebody names folders by hand.
+    """
+
+    met: str | None = None
 
 
 @dataclass(kw_only=True)
@@ -42,6 +48,8 @@ class FileUpdateInfo(WeightTransferUpdateInfo):
         complete: whether nothing else will come, so that what lacks is known before any write.
         version: what the trainer calls these weights.
         abort: instead of a path: why the trainer gives up.
+        met: which trainer it is that speaks, as it said at the handshake.
+        update: names the trainer's update; with an abort, the one that it ends.
     """
 
     path: str | None = None
@@ -49,6 +57,8 @@ class FileUpdateInfo(WeightTransferUpdateInfo):
     complete: bool = False
     version: str | int | None = None
     abort: str | None = None
+    met: str | None = None
+    update: str | None = None
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.abort is None):
@@ -74,12 +84,35 @@ class FileEngine(OwnEngine):
 
     init_info_cls = FileInitInfo
     update_info_cls = FileUpdateInfo
+    _update: str | None = None
 
     def weightload_meet(self, init_info: FileInitInfo) -> None:
-        """Nothing is needed."""
+        """Remember the trainer."""
+        self.met = init_info.met
+
+    def start_weight_update(self) -> None:
+        """Open a session; what an earlier trainer had begun to say is forgotten."""
+        super().start_weight_update()
+        self._update = None
+
+    def weightload_known(self) -> str | None:
+        """Return the name of the update under way, ``None`` until files of it came."""
+        return self._update
+
+    def weightload_admit(self, message: FileUpdateInfo) -> None:
+        """Let only the trainer speak whose update it is, or who names no trainer."""
+        if message.met is None:
+            return
+        if message.met != self.met or self._update not in (None, message.update):
+            raise ModelBusyError(
+                f"Files of update {message.update!r} came while another update is under way; one "
+                f"trainer at a time. The update that is under way goes on.",
+                owner=self._update,
+            )
 
     def weightload_receive(self, session: WeightLoadSession, message: FileUpdateInfo) -> None:
         """Check the files, and load what is in them."""
+        self._update = message.update
         files = _files(str(message.path))
         if message.digests is not None:
             _compare(files, message.digests)
@@ -96,15 +129,16 @@ class FileTrainer(SessionTrainer):
     init_info_cls = FileTrainerInitInfo
 
     def meet(self) -> None:
-        """Tell the engine what its session is to do."""
-        told = self.init_info.for_session()
+        """Tell the engine who it is, and what its session is to do."""
+        self.met = uuid.uuid4().hex
+        told = {"met": self.met, **self.init_info.for_session()}
         self.ask("init_weight_transfer_engine", "init_weight_transfer_engine", told)
 
-    def send_all(self, weight_version: str | None) -> None:
+    def send_all(self, update: str, weight_version: str | None) -> None:
         """Write everything, and have it loaded."""
         from safetensors.torch import save_file
 
-        folder = Path(self.init_info.folder) / f"weightload-{uuid.uuid4().hex}"
+        folder = Path(self.init_info.folder) / f"weightload-{update}"
         folder.mkdir(parents=True)
         try:
             for index, shard in enumerate(_shards(self.source, self.init_info.bucket_bytes)):
@@ -114,6 +148,8 @@ class FileTrainer(SessionTrainer):
                 "digests": {file.name: _digest(file) for file in folder.iterdir()},
                 "complete": True,
                 "version": weight_version,
+                "met": self.met,
+                "update": update,
             }
             self.deliver(f"the files in {str(folder)!r}", told)
         finally:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed
 from vllm.distributed.weight_transfer.base import TrainerInitInfo, WeightTransferInitInfo
 
-from weightload.errors import TransportError
+from weightload.errors import TransportError, UsageError
 from weightload.vllm.transfer.buckets import BucketEngine, BucketUpdateInfo
 from weightload.vllm.transfer.pending import Pending
 from weightload.vllm.transfer.trainer import SessionTrainer, TransferOptions
@@ -64,6 +64,13 @@ class GlooTrainerInitInfo(TransferOptions, TrainerInitInfo):
     world_size: int = 2
     address: str = "127.0.0.1"
     port: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if type(self.world_size) is not int or self.world_size < 2:
+            raise UsageError(
+                f"world_size counts the trainer and at least one worker, found {self.world_size!r}."
+            )
 
 
 class _Group:
@@ -122,12 +129,21 @@ class GlooEngine(BucketEngine):
     _trainer = "The trainer"
 
     def weightload_meet(self, init_info: GlooInitInfo) -> None:
-        """Join the trainer's group."""
+        """Join the trainer's group.
+
+        Raises:
+            TransportError: it has no place for this worker, or the trainer does not answer.
+        """
         self._end = None
         self._trainer = f"The trainer at {init_info.address}:{init_info.port}"
         parallel = self.vllm_config.parallel_config
         replica = getattr(parallel, "data_parallel_index", 0)
         rank = 1 + replica * parallel.world_size + parallel.rank
+        if rank >= init_info.world_size:
+            raise TransportError(
+                f"The trainer counted {init_info.world_size - 1} workers, and this is worker "
+                f"{rank}. Its world_size has to be 1 + tensor x pipeline x data parallel."
+            )
         deadline = self.weightload_deadline
         with _naming(self._trainer):
             store = _open_store(init_info.address, init_info.port, deadline, mine=False)

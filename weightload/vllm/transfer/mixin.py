@@ -8,6 +8,7 @@ by ``update_weights``, sealed and finished by ``finish_weight_update``, on all r
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +25,7 @@ from weightload.vllm.agreement import agree
 from weightload.vllm.vetoes import vetoes_of
 from weightload.vllm.worker import framework_for, poison_model, reset_or_poison
 
-__all__ = ["SessionDriven", "drive", "session_driven"]
+__all__ = ["SessionDriven", "check_options", "drive", "session_driven"]
 
 NATIVE_CACHES = ("multimodal", "encoder", "lora", "kv")
 """What vLLM's own reload resets in a worker, and values that are not finite."""
@@ -44,6 +45,19 @@ a finish failed. Here the engine decides, on all ranks together."""
 
 DEADLINE = 300.0
 """Seconds after which a trainer that was not heard of is given up, by default."""
+
+
+def check_options(commit: Any, deadline: Any) -> None:
+    """Check what a session may be told at the handshake.
+
+    Raises:
+        UsageError: no session can do that.
+    """
+    if commit not in ("stream", "atomic"):
+        raise UsageError(f"commit is 'stream' or 'atomic', found {commit!r}.")
+    number = isinstance(deadline, int | float) and not isinstance(deadline, bool)
+    if not number or not 0 < deadline <= threading.TIMEOUT_MAX:
+        raise UsageError(f"deadline is a number of seconds above 0, found {deadline!r}.")
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -130,10 +144,7 @@ class SessionDriven:
         rest = dict(init_dict)
         commit = rest.pop("commit", "stream")
         deadline = rest.pop("deadline", DEADLINE)
-        if commit not in ("stream", "atomic"):
-            raise UsageError(f"commit is 'stream' or 'atomic', found {commit!r}.")
-        if not isinstance(deadline, int | float) or not deadline > 0:
-            raise UsageError(f"deadline is a number of seconds, found {deadline!r}.")
+        check_options(commit, deadline)
         self._weightload_options = commit, float(deadline)
         return super().parse_init_info(rest)  # type: ignore[misc]
 

@@ -14,10 +14,20 @@ __all__ = ["OwnEngine"]
 class OwnEngine(SessionDriven, WeightTransferEngine):
     """An engine without a wire; subclasses say how to meet a trainer and how to receive.
 
-    A message with an ``abort`` ends the update that is under way, if one is.
+    A message with an ``abort`` ends the update that it names, if that one is under way. Any other
+    update is of another trainer, or a later one of the same.
+
+    Attributes:
+        met: which trainer was met last, as it said at the handshake.
     """
 
     weightload_checkpoint_format = True
+
+    met: str | None = None
+
+    def weightload_known(self) -> str | None:
+        """Return the name of the update under way, ``None`` until its trainer has said it."""
+        raise NotImplementedError
 
     def weightload_part(self) -> None:
         """Let go of the trainer; by default nothing is held."""
@@ -27,7 +37,7 @@ class OwnEngine(SessionDriven, WeightTransferEngine):
         message = self.parse_update_info(update_info)
         if message.abort is None:
             super().update_weights(message)
-        else:
+        elif message.met == self.met and self.weightload_known() in (None, message.update):
             self.weightload_abort(message.abort)
 
     def receive_weights(self, update_info: Any) -> None:

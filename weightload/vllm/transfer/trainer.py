@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Self
@@ -17,7 +18,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from weightload.errors import UsageError
-from weightload.vllm.transfer.mixin import DEADLINE
+from weightload.vllm.transfer.mixin import DEADLINE, check_options
 from weightload.vllm.transfer.pending import Pending
 from weightload.wire import ALIGNMENT, BucketWriter
 
@@ -61,6 +62,9 @@ class TransferOptions:
         bucket_bytes: size of a bucket; a larger tensor travels in parts.
         commit: ``"stream"`` or ``"atomic"``, as of a session.
         deadline: seconds that either side waits for the other before it gives up.
+
+    Raises:
+        UsageError: an option cannot be that.
     """
 
     bucket_bytes: int = BUCKET
@@ -68,7 +72,10 @@ class TransferOptions:
     deadline: float = DEADLINE
 
     def __post_init__(self) -> None:
-        self.bucket_bytes = max(1, -(-self.bucket_bytes // ALIGNMENT)) * ALIGNMENT
+        check_options(self.commit, self.deadline)
+        if type(self.bucket_bytes) is not int or self.bucket_bytes <= 0:
+            raise UsageError(f"bucket_bytes is a size above 0, found {self.bucket_bytes!r}.")
+        self.bucket_bytes = -(-self.bucket_bytes // ALIGNMENT) * ALIGNMENT
 
     def for_session(self) -> dict[str, Any]:
         """Return what the engine's session is told."""
@@ -78,14 +85,16 @@ class TransferOptions:
 class SessionTrainer(TrainerWeightTransferEngine):
     """What the trainers of this package have in common.
 
-    ``send_weights`` is one update from start to finish. Where it fails, the engine is told to
-    abort, and the error is raised.
+    ``send_weights`` is one update from start to finish. Where it fails, or an answer is lost, the
+    engine is told to abort this update and no other, and the error is raised. Where it could not be
+    told, it is told before the next update.
 
     Attributes:
         met: how the engine tells this trainer from others.
     """
 
     met: str | None = None
+    _open: str | None = None
     init_info_cls = TrainerInitInfo
 
     def __init__(self, *, client: Any, source: Any, init_info: Any) -> None:
@@ -139,39 +148,53 @@ class SessionTrainer(TrainerWeightTransferEngine):
             for _ in self.source:
                 pass  # gathering a sharded tensor takes every rank
             return
-        self.ask("start_weight_update", "start_weight_update")
+        if self._open is not None:
+            self._abort("the trainer gave up, and could not say so")
+        self._open = uuid.uuid4().hex
         try:
-            self.send_all(weight_version)
+            self.ask("start_weight_update", "start_weight_update")
+            self.send_all(self._open, weight_version)
+            self.ask("finish_weight_update", "finish_weight_update", weight_version)
         except BaseException as error:
             self._give_up(error)
             raise
-        self.ask("finish_weight_update", "finish_weight_update", weight_version)
+        self._open = None
 
-    def send_all(self, weight_version: str | None) -> None:
-        """Send everything between start and finish."""
+    def send_all(self, update: str, weight_version: str | None) -> None:
+        """Send everything between start and finish.
+
+        Args:
+            update: the name of this update.
+            weight_version: what the engine calls these weights.
+        """
         forms = {
             one.name: [list(one.shape), str(one.dtype).removeprefix("torch.")]
             for one in self.source.metadata()
         }
-        writer = BucketWriter(self.memory(), forms=forms, version=weight_version)
+        writer = BucketWriter(self.memory(), forms=forms, version=weight_version, update=update)
         self.deliver("the opening", {"opening": writer.opening(), "met": self.met})
         for record in writer.fill(self.source):
-            self.deliver(f"bucket {record['index']}", {"bucket": record})
-        self.deliver("the closing", {"closing": writer.closing()})
+            self.deliver(f"bucket {record['index']}", {"bucket": record, "met": self.met})
+        self.deliver("the closing", {"closing": writer.closing(), "met": self.met})
 
     def memory(self) -> torch.Tensor:
         """Return where buckets are packed: uint8, one dimension."""
         raise NotImplementedError
 
     def _give_up(self, error: BaseException) -> None:
-        cause = f"the trainer gave up: {type(error).__name__}: {error}"
-        call = Pending("the abort", lambda: self.client.update_weights({"abort": cause}))
         try:
-            call.result(min(self.init_info.deadline, 10.0))
+            self._abort(f"the trainer gave up: {type(error).__name__}: {error}")
         except Exception as second:
             error.add_note(
                 f"weightload: the engine was not told; {type(second).__name__}: {second}"
             )
+
+    def _abort(self, cause: str) -> None:
+        """Have the engine end this trainer's update, if that is under way."""
+        told = {"abort": cause, "met": self.met, "update": self._open}
+        call = Pending("the abort", lambda: self.client.update_weights(told))
+        call.result(min(self.init_info.deadline, 10.0))
+        self._open = None
 
 
 class WithOptions:
