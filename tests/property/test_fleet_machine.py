@@ -50,6 +50,8 @@ KINDS = st.sampled_from(
         "dies after",
     ]
 )
+DECIDED = st.sampled_from(["seal", "finish", "publish", "resume"])
+"""The last step before the decision, and those after it."""
 NUMBERS = st.integers(1, 4)
 COMMITS = st.sampled_from(["atomic", "stream"])
 
@@ -78,6 +80,12 @@ class FleetMachine(RuleBasedStateMachine):
     def plan(self, data, step, kind, countdown):
         replica = data.draw(st.sampled_from(self.replicas))
         replica.plan(step, kind, countdown)
+
+    @rule(data=st.data(), step=DECIDED, moment=st.sampled_from(["before", "after"]))
+    def cut_off_when_it_is_decided(self, data, step, moment):
+        """This is rare among all that can happen, and what two phases are there for."""
+        replica = data.draw(st.sampled_from(self.replicas))
+        replica.plan(step, f"cut off {moment}")
 
     @rule(data=st.data())
     def mend(self, data):
@@ -111,7 +119,7 @@ class FleetMachine(RuleBasedStateMachine):
         except FleetError as error:
             self.believe(error, held, number)
 
-    @rule(number=NUMBERS, commit=COMMITS, step=STEPS, after=st.booleans())
+    @rule(number=NUMBERS, commit=COMMITS, step=DECIDED, after=st.booleans())
     def update_by_a_caller_that_dies(self, number, commit, step, after):
         ask, dead = self.fleet._ask, []
 
