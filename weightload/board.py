@@ -12,6 +12,7 @@ from weightload.arrivals import Arrivals
 from weightload.completeness import Completeness
 from weightload.entries import Entry, Load, Staging, join
 from weightload.errors import StorageChangedError, UnsupportedError, name_some
+from weightload.express import Express, Recorded
 from weightload.framework import Framework
 from weightload.intake import Intake
 from weightload.layer import Hook, Unit
@@ -33,6 +34,7 @@ from weightload.record import (
 )
 from weightload.registry import Role
 from weightload.scope import Scope
+from weightload.scribe import Scribe
 from weightload.storage import Fingerprint, TensorSpec, new_group, select, storage_key
 from weightload.units import build_units
 
@@ -102,6 +104,23 @@ class Board:
     def manifest(self) -> Mapping[str, SourceFact] | None:
         """The source names of the load that made the model, if they are known."""
         return self._load.intake.manifest
+
+    # ------------------------------------------------------------------ plans
+
+    def start_recording(self) -> None:
+        """Record what loaders do with what they get."""
+        self._load.scribe = self._load.intake.scribe = scribe = Scribe()
+        self.arrivals.observer.uses = scribe.used
+
+    def express(self, recorded: Recorded) -> Express:
+        """Return the short way of a plan that was recorded."""
+        return Express(self._load, self.arrivals, recorded)
+
+    def recorded(self, model: nn.Module) -> Recorded | None:
+        """Return the plan of this load, which has finished, if it was recorded."""
+        if self._load.scribe is None:
+            return None
+        return Recorded.of(self._load.scribe.plan(self._load), model, self._load)
 
     # ------------------------------------------------------------------ opening
 

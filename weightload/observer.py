@@ -106,16 +106,22 @@ class WriteListener(Protocol):
         """An operation is about to use the values of a watched tensor, or of a part of it."""
 
 
+_COPIES = (_aten.copy_.default, _aten._foreach_copy_.default)
+
+
 class WriteObserver(TorchDispatchMode):
     """The dispatch mode. Enter it once around a load, not once per tensor.
 
     Attributes:
         refusal: the first error that the listener raised; a loader may have swallowed it.
+        uses: is told the arguments of every operation that makes no view and does not only copy
+            to a watched tensor.
     """
 
     def __init__(self, listener: WriteListener) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.refusal: WeightLoadError | None = None
+        self.uses: Callable[[list[torch.Tensor]], None] | None = None
         self._listener = listener
         self._by_storage: dict[int, list[Watched]] = {}
 
@@ -158,6 +164,8 @@ class WriteObserver(TorchDispatchMode):
         touched = [
             tensor for tensor in tensors_of(args, kwargs) if storage_key(tensor) in self._by_storage
         ]
+        if self.uses is not None and not (func.is_view or (touched and func in _COPIES)):
+            self.uses(list(tensors_of(args, kwargs)))
         if not touched:
             return func(*args, **kwargs)
         for tensor in touched:

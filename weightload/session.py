@@ -5,6 +5,7 @@ This is the only place that orders the phases and moves the state.
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from weightload.errors import (
     UsageError,
     WeightLoadError,
 )
+from weightload.express import Express, loads_of
 from weightload.framework import Framework
 from weightload.gate import Gate
 from weightload.intake import Intake, pairs_of
@@ -49,6 +51,10 @@ Commit = Literal["stream", "atomic"]
 Version = str | int | None
 Publish = Callable[[Version, Version], object]
 Veto = Callable[[nn.Module], str | None]
+
+
+PLANS = True
+"""Whether sessions record plans and use them, unless they are told."""
 
 
 class WeightLoadSession:
@@ -89,6 +95,9 @@ class WeightLoadSession:
             called nevertheless, and the model is poisoned.
         veto: called before anything else, as ``callback(model)``: what returns a reason refuses
             the load.
+        plans: whether to record which tensor goes where, and to take later ones there without the
+            model's loaders. By default it is done; what is not as it was recorded goes through the
+            loaders in any case.
 
     Attributes:
         id: number of the session in this process.
@@ -111,6 +120,7 @@ class WeightLoadSession:
         verify: Verify | None = None,
         publish: Iterable[Publish] = (),
         veto: Iterable[Veto] = (),
+        plans: bool | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise UsageError(f"A session loads a torch.nn.Module, found {type(model).__name__}.")
@@ -147,6 +157,8 @@ class WeightLoadSession:
         self._transport = False
         self._kept = False
         self._block: Any = None
+        self._plans = PLANS if plans is None else plans
+        self._express: Express | None = None
 
     def __repr__(self) -> str:
         model = type(self.model).__name__
@@ -234,8 +246,10 @@ class WeightLoadSession:
                 if isinstance(weights, Collection):
                     weights = self._intake.read(weights)
                     preflight.check_pairs(board, self.model, self._intake, weights)
-                feed = self._feed(weights, loans)
-                board.framework.load(self.model, feed)
+                feed = self._feed(weights, loans, checked=isinstance(weights, list))
+                rest = _unless_empty(feed)
+                if rest is not None:
+                    board.framework.load(self.model, rest)
                 self._not_swallowed(board)
                 self._drained(feed)
                 self._process().settle()
@@ -276,7 +290,10 @@ class WeightLoadSession:
                 loans = self._loans(weights, transport if exact else ())
                 with self._lending(loans):
                     feed = self._feed(pairs_of(weights), loans)
-                    result = original(feed, *args, **kwargs)  # type: ignore[misc]
+                    rest = _unless_empty(feed)
+                    if rest is None:
+                        return set(self._intake.seen)
+                    result = original(rest, *args, **kwargs)  # type: ignore[misc]
                     self._intake.end_loans(loans)
                 return result
 
@@ -538,6 +555,12 @@ class WeightLoadSession:
             board=self._board, progress=self._progress, stream=self._commit == "stream"
         )
         self._board.open()
+        if self._plans and self.scope.is_full:
+            plan = record.plan if self._kind == "reload" and record is not None else None
+            if plan is not None and plan.loads == loads_of(self.model):
+                self._express = self._board.express(plan)
+            else:
+                self._board.start_recording()
         if self._kind == "reload":
             ownership.guard_open(self, modules.values())
 
@@ -602,9 +625,22 @@ class WeightLoadSession:
                 error.add_note(f"weightload: {second}")
             raise
 
-    def _feed(self, weights: Iterable[tuple[str, torch.Tensor]], loans: Loans) -> Iterator[Any]:
-        between = self._process().settle
-        return self._intake.feed(weights, loans=loans, between=between, lane=self._lane)
+    def _feed(
+        self,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        loans: Loans,
+        *,
+        checked: bool = False,
+    ) -> Iterator[Any]:
+        express = None if self._intake.lenient else self._express
+        return self._intake.feed(
+            weights,
+            loans=loans,
+            between=self._process().settle,
+            lane=self._lane,
+            takes=None if express is None else express.takes,
+            checked=checked,
+        )
 
     def _not_swallowed(self, board: Board) -> None:
         """Raise what interrupted the loaders, if they went on as if nothing had happened."""
@@ -668,6 +704,10 @@ class WeightLoadSession:
         board.learning.learn()
         root = make_record(self.model)
         root.framework = self._framework
+        if self._express is None:
+            root.plan = None if self._kept else board.recorded(self.model)
+        elif self._express.stale:
+            root.plan = None  # the next load records another one
         if self._intake.seen:
             part = self._intake.wanted is not None or self._kept
             before = root.manifest if part and root.manifest is not None else {}
@@ -796,3 +836,16 @@ class WeightLoadSession:
                 error=error,
             )
         return self.receipt
+
+
+def _unless_empty(feed: Iterator[Any]) -> Iterator[Any] | None:
+    """Return what there is to iterate, ``None`` if nothing is left for the loaders."""
+    first = list(itertools.islice(feed, 1))
+    if not first:
+        return None
+
+    def rest() -> Iterator[Any]:
+        yield first.pop()
+        yield from feed
+
+    return rest()
