@@ -38,7 +38,7 @@ class _Copy:
         count: its elements.
         loader: the parameter's own loader when the plan was recorded.
         whole: whether the whole source goes there as it is.
-        last: the tensor that was written last, with the view of it.
+        live: a tensor that is written where it is, with the view of its part.
     """
 
     write: Write
@@ -46,16 +46,18 @@ class _Copy:
     count: int
     loader: object
     whole: bool
-    last: tuple[torch.Tensor, torch.Tensor] | None = None
+    live: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def target(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the part of ``tensor`` that is written."""
-        if self.last is not None and self.last[0] is tensor:
-            return self.last[1]
+    def target(self, entry: Entry) -> torch.Tensor:
+        """Return the part of a tensor that is written."""
+        tensor = entry.tensor
+        if entry.staging is None and self.live is not None and self.live[0] is tensor:
+            return self.live[1]
         view = self.write.target
         base = tensor.detach()
         part = base.as_strided(view.shape, view.stride, int(base.storage_offset()) + view.offset)
-        self.last = tensor, part
+        if entry.staging is None:
+            self.live = tensor, part
         return part
 
     def source(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -222,16 +224,15 @@ class Express:
         return True
 
     def _do(self, name: str, copy: _Copy, entry: Entry, tensor: torch.Tensor) -> None:
-        load = self._load
+        load, guard = self._load, _without_modes()  # nobody has to watch what is known
         if entry.staging is None:
             load.mark_dirty()
         elif not entry.staging.allocated and entry.watched is not None:
             load.allocate(entry.watched.storage)
-        target, source = copy.target(entry.tensor), copy.source(tensor)
+        target, source = copy.target(entry), copy.source(tensor)
         verification = load.intake.verification
         if verification is not None and not entry.packed:
             verification.note(entry, copy.region, target, source)
-        guard = _without_modes()
         target.copy_(source)
         del guard
         load.counts.bytes_written += copy.count * target.element_size()
