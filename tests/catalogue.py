@@ -108,7 +108,7 @@ C09 A model copies into a parameter past its loader, and the value or the paddin
 C10 A loader that was looked up once is called past the wrapped one.
  -> Loaders are not wrapped, and one that goes past the staged tensor is refused.
 C11 A deferred call reads a transport buffer that has been filled again.
- -> Every loader runs at once; nothing of a source is kept by reference.
+ -> What a model keeps past the call is copied before the call returns.
 C12 Completeness is checked for each bucket, and a good bucketed load is refused.
  -> It is checked once, at the end, over everything that came.
 C13 Beginning again for each bucket resets the layers that were done.
@@ -281,13 +281,13 @@ frameworks-R1 A transport buffer is reused between buckets of one fused layer; a
 frameworks-H The same with buckets whose tensors share one storage.
  -> The same: views of one buffer are told apart and read at once.
 frameworks-O1 A generator reuses its buffer between two tensors of one call.
- -> What an iterator yields is copied before the next is asked for.
+ -> Loaders have run when the next is asked for; what a model still holds is copied then.
 frameworks-O2 The same, where a wrapped iterator detaches between two tensors.
  -> The same, with no wrapper needed.
 frameworks-O3 A model collects the whole iterator before it loads, and every item is the last.
- -> What it collects are copies.
+ -> What it holds when the next is asked for is copied then, in whatever form it holds it.
 frameworks-O4 The same, copied by the sender as it yields.
- -> An iterator that owns its tensors may say so, and nothing is copied twice.
+ -> A sender names the buffers that it reuses; tensors elsewhere are not copied.
 frameworks-O5 A loader names its argument otherwise than the code that protects it expects.
  -> Names of arguments do not matter.
 frameworks-A A load breaks inside a layer, and the next complete one is half processed.

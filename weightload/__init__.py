@@ -12,6 +12,7 @@ from weightload.errors import (
     CheckpointFileError,
     DuplicateWeightError,
     EngineLostError,
+    FleetError,
     IncompleteLoadError,
     InvalidTransitionError,
     ModelBusyError,
@@ -20,6 +21,7 @@ from weightload.errors import (
     ProcessingError,
     SessionMisnestedError,
     StorageChangedError,
+    TransportError,
     UnclassifiedModuleError,
     UnexpectedWeightError,
     UnsupportedError,
@@ -28,8 +30,11 @@ from weightload.errors import (
     WeightLoadError,
     WeightMismatchError,
 )
+from weightload.family import Draft
+from weightload.fleet import Fleet
 from weightload.framework import Framework, default_registry
 from weightload.lifecycle import abort_reload, finish_reload, start_reload
+from weightload.mailbox import StoreReplica, serve_replica
 from weightload.ownership import (
     Poison,
     current_session,
@@ -39,8 +44,10 @@ from weightload.ownership import (
     weights_version,
 )
 from weightload.plan import Plan
+from weightload.raw import in_session
 from weightload.receipt import Names, Receipt
 from weightload.registry import ModuleRegistry, ModuleRule, Role
+from weightload.replica import FleetReceipt, Replica, Standing
 from weightload.scope import Scope
 from weightload.session import WeightLoadSession
 from weightload.states import SessionState
@@ -53,8 +60,12 @@ except PackageNotFoundError:  # used from a source tree that is not installed
 __all__ = [
     "CheckpointError",
     "CheckpointFileError",
+    "Draft",
     "DuplicateWeightError",
     "EngineLostError",
+    "Fleet",
+    "FleetError",
+    "FleetReceipt",
     "Framework",
     "IncompleteLoadError",
     "InvalidTransitionError",
@@ -68,11 +79,15 @@ __all__ = [
     "Poison",
     "ProcessingError",
     "Receipt",
+    "Replica",
     "Role",
     "Scope",
     "SessionMisnestedError",
     "SessionState",
+    "Standing",
     "StorageChangedError",
+    "StoreReplica",
+    "TransportError",
     "UnclassifiedModuleError",
     "UnexpectedWeightError",
     "UnsupportedError",
@@ -87,9 +102,11 @@ __all__ = [
     "current_session",
     "default_registry",
     "finish_reload",
+    "in_session",
     "open_session",
     "poison_of",
     "require_usable",
+    "serve_replica",
     "start_reload",
     "weights_version",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -39,6 +39,7 @@ class Arrivals:
         self._live: dict[int, tuple[str, Unit]] = {}
         self._ready: dict[int, Unit] = {}
         self._trial: Intake | None = None
+        self._left: set[int] = set()
         self._expected: list[tuple[Entry, Region]] = []
 
     def watch(self, entry: Entry) -> None:
@@ -140,6 +141,8 @@ class Arrivals:
         if entry is None:
             self._refuse_live(watched.storage, write=True)
             return True
+        if id(entry) in self._left:
+            return False
         intake = self._trial or self._load.intake
         name = intake.name_of(source)
         if name is None and source is None and region is not None:
@@ -360,10 +363,38 @@ class Arrivals:
             name in self._load.intake.seen for entry in unit.reads for name in entry.shared.names
         ) and not any(map(self._load.keeps_optional, unit.reads))
 
-    def take_ready(self) -> list[Unit]:
-        """Return the units that became complete since the last call."""
+    def take_ready(self, waiting: Collection[int] = ()) -> list[Unit]:
+        """Return the units that became complete since the last call.
+
+        Args:
+            waiting: ids of modules whose units have to wait until a later call.
+        """
         ready, self._ready = self._ready, {}
-        return [unit for unit in ready.values() if not unit.committed]
+        for key, unit in ready.items() if waiting else ():
+            if any(id(module) in waiting for module in unit.modules.values()):
+                self._ready[key] = unit
+        return [u for key, u in ready.items() if not u.committed and key not in self._ready]
+
+    @contextmanager
+    def again(self, name: str, shared: Collection[int]) -> Iterator[None]:
+        """Let the loaders of a draft have a tensor that the target's had.
+
+        Nothing that came under its name to a module of both is written a second time.
+
+        Args:
+            name: source name.
+            shared: ids of the modules that belong to both.
+        """
+        self._left = {
+            id(entry)
+            for entry in self._load.entries
+            if any(id(module) in shared for module, _, _ in entry.slots)
+            and name in entry.ledger.written.values()
+        }
+        try:
+            yield
+        finally:
+            self._left = set()
 
     @contextmanager
     def rehearsal(self, trial: Intake) -> Iterator[None]:

@@ -11,14 +11,17 @@ __all__ = ["digest"]
 _MODULUS = 1 << 64
 _ODD = 0x9E3779B97F4A7C15
 """Multiplier of the digest of a part, odd so that no bit of it is lost."""
+_SPREAD = 0xBF58476D1CE4E5B9 - _MODULUS
+"""Multiplier of a word, odd for the same reason; as a signed number, which torch's words are."""
 
 
 def digest(tensor: torch.Tensor) -> int:
     """Return 64 bits that depend on every byte of ``tensor`` and on where it stands.
 
-    The bytes are laid out as a nearly square matrix of 64 bit words; the sums of its rows and
-    those of its columns are each weighted by odd numbers. That is no cryptographic digest: it
-    finds accidents, not attacks.
+    The bytes are laid out as a nearly square matrix of 64 bit words. The sums of its rows and those
+    of its columns are scrambled and weighted by odd numbers: without the scrambling, what a flipped
+    high bit adds to the rows could cancel what it adds to the columns. That is no cryptographic
+    digest: it finds accidents, not attacks.
 
     Args:
         tensor: any strided tensor; one that is not contiguous is copied.
@@ -41,6 +44,14 @@ def digest(tensor: torch.Tensor) -> int:
         rest = words[square.numel() :]
         for part in (square.sum(0), square.sum(1), rest):
             weights = torch.arange(part.numel(), device=part.device) * 2 + 1
-            weighted = int((part * weights).sum())
+            weighted = int((_scrambled(part) * weights).sum())
             result = (result * _ODD + weighted) % _MODULUS
     return result
+
+
+def _scrambled(words: torch.Tensor) -> torch.Tensor:
+    """Map 64 bit words one to one, so that a change in one bit spreads over all of them."""
+    for factor, shift in ((_SPREAD, 32), (_SPREAD, 29)):
+        words = words * factor
+        words = words ^ (words >> shift)
+    return words

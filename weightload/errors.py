@@ -20,6 +20,8 @@
     │   └── VerificationError           a live tensor does not hold what was sent
     ├── ModelPoisonedError          the model holds a mixture of old and new weights
     ├── EngineLostError             a process of the engine has ended
+    ├── FleetError                  not every engine of a fleet has the new weights
+    ├── TransportError              what came is not what was sent, or nothing came in time
     └── UnsupportedError            refused before any write
 
 Exceptions that a *source* raises while it yields tensors are not wrapped: they reach the caller
@@ -39,6 +41,7 @@ __all__ = [
     "CheckpointFileError",
     "DuplicateWeightError",
     "EngineLostError",
+    "FleetError",
     "IncompleteLoadError",
     "InvalidTransitionError",
     "ModelBusyError",
@@ -47,6 +50,7 @@ __all__ = [
     "ProcessingError",
     "SessionMisnestedError",
     "StorageChangedError",
+    "TransportError",
     "UnclassifiedModuleError",
     "UnexpectedWeightError",
     "UnsupportedError",
@@ -194,6 +198,18 @@ class ModelPoisonedError(WeightLoadError):
 
 class EngineLostError(WeightLoadError):
     """A process of the engine has ended, so the engine is lost; only a new one can go on."""
+
+
+class FleetError(WeightLoadError):
+    """Not every engine of a fleet has the new weights; ``facts["replicas"]`` says which has what.
+
+    ``model_intact`` is true if every one of them still serves what it served. The error of the
+    engine that failed is the cause.
+    """
+
+
+class TransportError(WeightLoadError):
+    """What came over a transport is not what was sent, or the other side did not answer in time."""
 
 
 class UnsupportedError(WeightLoadError):

@@ -12,14 +12,11 @@ import bisect
 import dis
 import functools
 import inspect
-import sys
 from collections.abc import Collection
 from types import CodeType, FrameType
 
 __all__ = ["local_values"]
 
-_KNOWN = sys.version_info < (3, 14)
-"""Whether references on the stack of a frame are counted, as they are before Python 3.14."""
 _ENDS = ("RETURN", "RAISE", "RERAISE", "JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE")
 _LOOKS = frozenset({"locals", "vars", "dir", "eval", "exec", "_getframe", "currentframe"})
 _DEEPEST = 200
@@ -36,7 +33,7 @@ def local_values(
         dead: whether only dead variables count.
     """
     found: list[object] = []
-    frame = first if _KNOWN else None
+    frame = first
     for _ in range(_DEEPEST):
         if frame is None or frame.f_globals.get("__name__") in floor:
             break

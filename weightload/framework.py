@@ -76,6 +76,10 @@ class Framework:
         else:
             load_into(model, weights)
 
+    def also(self, weights: Weights) -> Weights:
+        """Give what passes to others too; for models that are loaded together."""
+        return weights
+
     def adopt(self, model: nn.Module) -> None:
         """Learn what can be learned about a model that was loaded without a session."""
 

@@ -39,6 +39,7 @@ class Lane:
     single_stream: bool = False
     _home: Any = None
     _away: Any = None
+    _inside: bool = False
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -48,7 +49,7 @@ class Lane:
         also for another process, which knows nothing of this one's streams.
         """
         api = self.api()
-        if api is None:
+        if api is None or self._inside:
             yield
             return
         outside = api.current_stream()
@@ -57,10 +58,11 @@ class Lane:
         home = self._home
         self._follow(api, home, outside)
         api.set_stream(home)
+        self._inside = True
         try:
             yield
         finally:
-            self._away = None
+            self._inside, self._away = False, None
             api.set_stream(outside)
             home.synchronize()
 
@@ -74,7 +76,7 @@ class Lane:
     def arrived(self, tensor: torch.Tensor) -> None:
         """Order the loaders after the source, which has just given ``tensor``."""
         api = self.api()
-        if api is None or self._home is None:
+        if api is None or not self._inside:
             return
         source = api.current_stream()
         if self.single_stream:
@@ -93,7 +95,7 @@ class Lane:
             tensor: what it gave last.
         """
         api = self.api()
-        if api is None or self._home is None:
+        if api is None or not self._inside:
             return
         pinned = tensor is not None and tensor.device.type == "cpu" and tensor.is_pinned()
         if self.single_stream or pinned:  # the host may write to pinned memory past all streams

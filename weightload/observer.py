@@ -116,12 +116,15 @@ class WriteObserver(TorchDispatchMode):
         refusal: the first error that the listener raised; a loader may have swallowed it.
         uses: is told the arguments of every operation that makes no view and does not only copy
             to a watched tensor.
+        guarded: what to call before a write to a storage that is not to be written, with the tensor
+            that is written, by storage key; it gives the tensor another storage.
     """
 
     def __init__(self, listener: WriteListener) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.refusal: WeightLoadError | None = None
         self.uses: Callable[[list[torch.Tensor]], None] | None = None
+        self.guarded: dict[int, Callable[[torch.Tensor], None]] = {}
         self._listener = listener
         self._by_storage: dict[int, list[Watched]] = {}
 
@@ -161,6 +164,10 @@ class WriteObserver(TorchDispatchMode):
             raise
 
     def _run(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for target in written_by(func, args, kwargs) if self.guarded else ():
+            guard = self.guarded.get(storage_key(target) or 0)
+            if guard is not None:
+                guard(target)
         touched = [
             tensor for tensor in tensors_of(args, kwargs) if storage_key(tensor) in self._by_storage
         ]

@@ -71,18 +71,22 @@ class Form:
 class Write:
     """One copy: a part of a source into a part of a parameter or buffer, of the same shape.
 
+    Or a number that a loader puts where the source brings nothing, such as zeros for padding.
+
     Attributes:
-        source: what is read.
+        source: what is read; ``None`` if it is a number.
         module: qualified name of the module that holds the target.
         tensor: name of the parameter or buffer in that module.
         target: what is written, in checkpoint format; another type than that of the source means
             that values are cast.
+        value: the number, if it is one.
     """
 
-    source: View
+    source: View | None
     module: str
     tensor: str
     target: View
+    value: float | int | None = None
 
     @property
     def place(self) -> str:
@@ -119,7 +123,8 @@ class Plan:
             raise UsageError(f"The plan was made without {name!r}.")
         if name in self.computed:
             return [self.sources[name].whole]
-        return list(dict.fromkeys(write.source for write in self.writes.get(name, ())))
+        views = (write.source for write in self.writes.get(name, ()))
+        return list(dict.fromkeys(view for view in views if view is not None))
 
     def all_reads(self) -> Iterator[tuple[str, View]]:
         """Yield every part that has to be fetched, in the order of a replay."""
@@ -134,7 +139,12 @@ class Plan:
             "sources": {name: _plain_form(form) for name, form in self.sources.items()},
             "writes": {
                 name: [
-                    [_plain_view(one.source), one.module, one.tensor, _plain_view(one.target)]
+                    [
+                        one.value if one.source is None else _plain_view(one.source),
+                        one.module,
+                        one.tensor,
+                        _plain_view(one.target),
+                    ]
                     for one in writes
                 ]
                 for name, writes in self.writes.items()
@@ -158,13 +168,7 @@ class Plan:
             )
         return cls(
             sources={name: _form(form) for name, form in data["sources"].items()},
-            writes={
-                name: tuple(
-                    Write(source=_view(one[0]), module=one[1], tensor=one[2], target=_view(one[3]))
-                    for one in writes
-                )
-                for name, writes in data["writes"].items()
-            },
+            writes={name: tuple(map(_write, writes)) for name, writes in data["writes"].items()},
             computed=tuple(data["computed"]),
             skipped=tuple(data["skipped"]),
             places={name: _form(form) for name, form in data["places"].items()},
@@ -182,6 +186,18 @@ def _plain_form(form: Form) -> list[Any]:
 def _view(data: list[Any]) -> View:
     offset, shape, stride, dtype = data
     return View(offset=offset, shape=tuple(shape), stride=tuple(stride), dtype=dtype)
+
+
+def _write(data: list[Any]) -> Write:
+    source, module, tensor, target = data
+    number = not isinstance(source, list | tuple)
+    return Write(
+        source=None if number else _view(source),
+        module=module,
+        tensor=tensor,
+        target=_view(target),
+        value=source if number else None,
+    )
 
 
 def _form(data: list[Any]) -> Form:

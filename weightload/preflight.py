@@ -111,7 +111,8 @@ def _rehearse(board: Board, model: nn.Module, intake: Intake, pairs: list[Pair])
     if not pairs:
         return
     trial = Intake(manifest=intake.manifest)
-    loans = Loans(buffers=None, each=False, places=model.parameters)
+    guarded = board.arrivals.observer.guarded
+    loans = Loans(buffers=None, each=False, places=model.parameters, guarded=guarded)
     with board.arrivals.rehearsal(trial):
         try:
             board.framework.load(model, trial.feed(pairs, loans=loans, between=lambda: None))

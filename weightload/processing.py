@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import attrs
 import torch
@@ -37,10 +37,14 @@ class Processing:
     stream: bool
     _twins: dict[int, _Twins] = attrs.field(factory=dict)
 
-    def settle(self) -> None:
-        """Process the units that became complete, now that no loader is at work on them."""
+    def settle(self, waiting: Collection[int] = ()) -> None:
+        """Process the units that became complete, now that no loader is at work on them.
+
+        Args:
+            waiting: ids of modules that another loader may still be at work on.
+        """
         step = self.progress.step
-        for unit in self.board.arrivals.take_ready():
+        for unit in self.board.arrivals.take_ready(waiting):
             self.run(unit, [hook for hook in unit.hooks if hook.rule.role is Role.QUANT])
         self.progress.step = step
 

@@ -126,9 +126,10 @@ class Receipt:
 
     @classmethod
     def from_plain(cls, data: dict[str, Any]) -> Receipt:
-        """Make a receipt again from what :meth:`to_plain` gave."""
+        """Make a receipt again from what :meth:`to_plain` gave, maybe in another version."""
+        known = {key: value for key, value in data.items() if key in attrs.fields_dict(cls)}
         names = {key: Names(**data[key]) for key in _NAMES if key in data}
-        return cls(**{**data, **names})
+        return cls(**{**known, **names})
 
 
 _NAMES = tuple(

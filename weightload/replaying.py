@@ -74,11 +74,14 @@ def replay(
         intake.check_form(name, form.shape, _dtype(form.dtype))
     for name, writes in plan.writes.items():
         intake.announce(name, plan.sources[name].shape, _dtype(plan.sources[name].dtype))
-        for view in plan.reads(name):
-            part = _fetched(intake, fetch, name, view)
-            for write in writes:
-                if write.source == view:
-                    _target(places, write).copy_(part)
+        part, shown = None, None
+        for write in writes:
+            if write.source is None:
+                _target(places, write).fill_(write.value)  # type: ignore[arg-type]
+                continue
+            if part is None or write.source != shown:
+                part, shown = _fetched(intake, fetch, name, write.source), write.source
+            _target(places, write).copy_(part)
         settle()
     if plan.computed:
         load(_whole(plan, fetch))

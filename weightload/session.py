@@ -5,6 +5,7 @@ This is the only place that orders the phases and moves the state.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -28,6 +29,7 @@ from weightload.errors import (
     WeightLoadError,
 )
 from weightload.express import Express, loads_of
+from weightload.family import Draft, Family
 from weightload.framework import Framework
 from weightload.gate import Gate
 from weightload.intake import Intake, pairs_of
@@ -98,6 +100,8 @@ class WeightLoadSession:
         plans: whether to record which tensor goes where, and to take later ones there without the
             model's loaders. By default it is done; what is not as it was recorded goes through the
             loaders in any case.
+        drafts: models that are loaded with this one, from the same tensors: all commit, or none.
+            They may share modules with it. A :class:`Draft` says more than a module.
 
     Attributes:
         id: number of the session in this process.
@@ -105,6 +109,7 @@ class WeightLoadSession:
         state: what has happened so far.
         receipt: what was done; ``None`` until the session has ended.
         opener: whom it was opened for; free for callers that open sessions for others.
+        inbox: what such callers keep while tensors come in several calls.
     """
 
     def __init__(
@@ -121,6 +126,7 @@ class WeightLoadSession:
         publish: Iterable[Publish] = (),
         veto: Iterable[Veto] = (),
         plans: bool | None = None,
+        drafts: Iterable[nn.Module | Draft] = (),
     ) -> None:
         if not isinstance(model, nn.Module):
             raise UsageError(f"A session loads a torch.nn.Module, found {type(model).__name__}.")
@@ -139,6 +145,7 @@ class WeightLoadSession:
         self.scope = Scope() if scope is None else scope
         self.receipt: Receipt | None = None
         self.opener: str | None = None
+        self.inbox: Any = None
         self._gate = Gate(self.id)
         self._commit: Commit = commit
         self._check_finite = check_finite
@@ -147,6 +154,8 @@ class WeightLoadSession:
         self._publish = tuple(publish)
         self._veto = tuple(veto)
         self._framework = framework
+        self._drafts = [Draft.of(draft) for draft in drafts]
+        self._family: Family | None = None
         self._kind = "reload"
         self._board: Board | None = None
         self._processing: Processing | None = None
@@ -194,10 +203,11 @@ class WeightLoadSession:
                 reason = veto(self.model)
                 if reason:
                     raise UnsupportedError(f"The load was refused before it began: {reason}")
-            poison = ownership.poison_of(self.model)
+            poisons = (ownership.poison_of(root) for root in self._roots)
+            poison = next((poison for poison in poisons if poison is not None), None)
             if poison is not None and (poison.terminal or not self.scope.is_full):
                 raise poison.error()
-            modules = dict(self.model.named_modules())
+            modules = self._modules()
             ownership.claim(self, modules)
             self._gate.move(Event.PREPARE)
             with self._failing("prepare"):
@@ -239,7 +249,7 @@ class WeightLoadSession:
         ended; ``state`` says whether the model is intact.
         """
         with self._gate.call("load", Event.LOAD):
-            loans = self._loans(weights, transport)
+            loans = self._loans(transport, each=not isinstance(weights, Collection))
             self._gate.move(Event.LOAD)
             self._lane.single_stream = single_stream
             with self._failing("load"), self._loading() as board, self._lending(loans):
@@ -287,13 +297,15 @@ class WeightLoadSession:
             original = getattr(self.model, "load_weights", None)
 
             def load_weights(weights: Weights, *args: Any, **kwargs: Any) -> Any:
-                loans = self._loans(weights, transport if exact else ())
+                each = not isinstance(weights, Collection)
+                loans = self._loans(transport if exact else (), each=each)
                 with self._lending(loans):
                     feed = self._feed(pairs_of(weights), loans)
                     rest = _unless_empty(feed)
                     if rest is None:
                         return set(self._intake.seen)
-                    result = original(rest, *args, **kwargs)  # type: ignore[misc]
+                    shared = self._opened().framework.also(rest)
+                    result = original(shared, *args, **kwargs)  # type: ignore[misc]
                     self._intake.end_loans(loans)
                 return result
 
@@ -327,7 +339,7 @@ class WeightLoadSession:
         """
         with self._gate.call("replay", Event.LOAD):
             self._gate.move(Event.LOAD)
-            loans = Loans(buffers=None, each=True, places=self._places)
+            loans = self._loans(None, each=True)
             with self._failing("load"), self._loading() as board, self._lending(loans):
                 replaying.replay(
                     board,
@@ -518,15 +530,31 @@ class WeightLoadSession:
 
     # ------------------------------------------------------------------ opening
 
-    def _open(self, modules: dict[str, nn.Module]) -> None:
-        record = record_of(self.model)
+    @property
+    def _roots(self) -> list[nn.Module]:
+        return [self.model, *(draft.model for draft in self._drafts)]
+
+    def _modules(self) -> dict[str, nn.Module]:
+        """Return every module by name, and make a family of several models."""
         if self._framework is None:
+            record = record_of(self.model)
             known = record.framework if record is not None else None
             self._framework = known if known is not None else Framework()
-        self._framework.adopt(self.model)
+        if not self._drafts:
+            return dict(self.model.named_modules())
+        self._family = Family(self.model, self._framework, self._drafts)
+        return self._family.modules()
+
+    def _open(self, modules: dict[str, nn.Module]) -> None:
+        framework = self._family or self._framework
+        if framework is None:
+            raise InvalidTransitionError("The session is not prepared; call prepare() first.")
+        framework.adopt(self.model)
         record = record_of(self.model)
         self._kind = "initial" if record is None or record.framework is None else "reload"
-        manifest = record.manifest if record is not None else None
+        manifest: Mapping[str, Any] | None = record.manifest if record is not None else None
+        if self._family is not None:
+            manifest = self._family.manifest(manifest)
         if self._kind == "reload" and manifest is None:
             # Nobody knows which values no checkpoint brings. Nothing live is written before it
             # is sure that everything came.
@@ -540,10 +568,10 @@ class WeightLoadSession:
         if self._verify is not None:
             salt = str(self.version)
             self._intake.verification = Verification(mode=self._verify, salt=salt)
-        strict = self._framework.captured(self.model) if self._strict is None else self._strict
+        strict = framework.captured(self.model) if self._strict is None else self._strict
         self._board = Board(
             mark_dirty=self._progress.mark_dirty,
-            framework=self._framework,
+            framework=framework,
             modules=modules,
             intake=self._intake,
             initial=self._kind == "initial",
@@ -554,8 +582,10 @@ class WeightLoadSession:
         self._processing = Processing(
             board=self._board, progress=self._progress, stream=self._commit == "stream"
         )
+        if self._family is not None:
+            self._family.again = self._board.arrivals.again
         self._board.open()
-        if self._plans and self.scope.is_full:
+        if self._plans and self.scope.is_full and self._family is None:
             plan = record.plan if self._kind == "reload" and record is not None else None
             if plan is not None and plan.loads == loads_of(self.model):
                 self._express = self._board.express(plan)
@@ -603,11 +633,12 @@ class WeightLoadSession:
         with ownership.entered(self), board.framework.ambient(self.model), self._lane.entered():
             yield
 
-    def _loans(self, weights: Weights, transport: Transport) -> Loans:
+    def _loans(self, transport: Transport, *, each: bool) -> Loans:
         return Loans(
             buffers=buffers_of(transport),
-            each=not isinstance(weights, Collection),
+            each=each,
             places=self._places,
+            guarded=self._opened().arrivals.observer.guarded,
         )
 
     def _places(self) -> list[torch.Tensor]:
@@ -632,11 +663,14 @@ class WeightLoadSession:
         *,
         checked: bool = False,
     ) -> Iterator[Any]:
+        between = self._process().settle
+        if self._family is not None:
+            between = functools.partial(between, self._family.shared)
         express = None if self._intake.lenient else self._express
         return self._intake.feed(
             weights,
             loans=loans,
-            between=self._process().settle,
+            between=between,
             lane=self._lane,
             takes=None if express is None else express.takes,
             checked=checked,
@@ -711,13 +745,17 @@ class WeightLoadSession:
         if self._intake.seen:
             part = self._intake.wanted is not None or self._kept
             before = root.manifest if part and root.manifest is not None else {}
-            root.manifest = {**before, **self._intake.facts()}
+            facts = self._intake.facts()
+            if self._family is not None:
+                facts = self._family.remember(facts)
+            root.manifest = {**before, **facts}
 
     def _announce(self) -> None:
         """Record the version and tell it to everybody, whatever one of them raises."""
         before = ownership.weights_version(self.model)
         cured = self.scope.is_full and not self._kept
-        ownership.record_version(self.model, self.version, cured=cured)
+        for root in self._roots:
+            ownership.record_version(root, self.version, cured=cured)
         failed: list[BaseException] = []
         for callback in self._publish:
             try:
@@ -787,17 +825,16 @@ class WeightLoadSession:
         if terminal:
             self._progress.mark_dirty()
         if self._progress.dirty:
-            ownership.record_poison(
-                self.model,
-                ownership.Poison(
-                    session=self.id,
-                    version=self.version,
-                    step=self._progress.step,
-                    module=self._progress.module,
-                    cause=cause,
-                    terminal=terminal,
-                ),
+            poison = ownership.Poison(
+                session=self.id,
+                version=self.version,
+                step=self._progress.step,
+                module=self._progress.module,
+                cause=cause,
+                terminal=terminal,
             )
+            for root in self._roots:
+                ownership.record_poison(root, poison)
         try:
             if self._board is not None:
                 with _disable_current_modes():

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightload.entries import Entry
 from weightload.errors import UnsupportedError, WeightMismatchError
-from weightload.ledger import Region
+from weightload.ledger import Region, meet
 from weightload.observer import Watched, WriteObserver, tensors_of, written_by
 from weightload.plan import View, Write
 from weightload.scribe import type_name
@@ -29,6 +29,7 @@ from weightload.storage import storage_key
 __all__ = ["Recorder", "Sources"]
 
 _COPIES = frozenset(("clone", "_to_copy"))
+_NUMBERS = frozenset(("fill_", "zero_"))
 _STORES = frozenset(("copy_", "_foreach_copy_"))
 
 
@@ -135,12 +136,14 @@ class Sources(TorchDispatchMode):
     Attributes:
         used: names whose values a loader asked for.
         current: the name that the loaders hold now.
+        number: what the operation that is running fills its target with, if that is a number.
     """
 
     def __init__(self, device: torch.device, observer: WriteObserver) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.used: set[str] = set()
         self.current: str | None = None
+        self.number: float | int | None = None
         self._device = device
         self._observer = observer
         self._origins: dict[int, _Origin] = {}
@@ -203,6 +206,13 @@ class Sources(TorchDispatchMode):
         name = func._schema.name.rpartition(":")[2]
         if name in _STORES and written and all(map(self._watched, written)):
             return func(*args, **kwargs)
+        if name in _NUMBERS and all(map(self._watched, written)):
+            number = args[1] if len(args) > 1 else 0
+            self.number = number if isinstance(number, int | float) else None
+            try:
+                return func(*args, **kwargs)
+            finally:
+                self.number = None
         names = frozenset().union(*(self.names_of(tensor) for tensor in given))
         if name in _COPIES and len(given) == 1 and given[0].is_meta and names:
             return self._copy(func, given[0], kwargs)
@@ -311,6 +321,7 @@ class Recorder:
         self._by_storage: dict[int, list[Entry]] = {}
         self._names: dict[str, set[str]] = {}
         self._looked: set[str] = set()
+        self._regions: dict[str, list[tuple[Region, str, bool]]] = {}
         self._live: dict[int, str] = {}
         self._target: torch.Tensor | None = None
         self._placed = True
@@ -348,6 +359,8 @@ class Recorder:
             )
         if source is not None:
             _check_fit(entry, target, source)
+        if target.numel() == 0:
+            return False
         names = self.sources.names_of(source) if source is not None else frozenset[str]()
         if not names and self.sources.current is not None:
             names = frozenset((self.sources.current,))
@@ -361,7 +374,9 @@ class Recorder:
         if region is None and self.observer.shares(watched):
             return False  # another tensor on the same storage may know the place
         view = None if source is None else self.sources.view_of(source, target)
-        if view is None or region is None or len(names) != 1:
+        number = self.sources.number if source is None else None
+        plain = view is not None or number is not None
+        if not plain or region is None or len(names) != 1 or self._mixes(place, region, names):
             self._looked.add(place)
         elif not self._placed:
             module, _, tensor = place.rpartition(".")
@@ -372,9 +387,19 @@ class Recorder:
                 dtype=type_name(target.dtype),
             )
             [name] = names
-            self._writes.append((name, Write(source=view, module=module, tensor=tensor, target=to)))
+            write = Write(source=view, module=module, tensor=tensor, target=to, value=number)
+            self._writes.append((name, write))
+            self._regions.setdefault(place, []).append((region, name, number is not None))
         self._placed = True
         return False
+
+    def _mixes(self, place: str, region: Region, names: frozenset[str]) -> bool:
+        """Whether a number and what another name brings come to one place: their order counts."""
+        number = self.sources.number is not None
+        return any(
+            (number or other_is_number) and name not in names and meet(region, other)
+            for other, name, other_is_number in self._regions.get(place, ())
+        )
 
     def _end_target(self) -> None:
         """Let all names go through the loaders that reach a storage where no place was found."""

@@ -8,11 +8,9 @@ copied once, and every tensor that looks at them is pointed to the copy.
 
 from __future__ import annotations
 
-import gc
-import itertools
+import functools
 import sys
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import attrs
@@ -21,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from weightload.errors import UnsupportedError, UsageError
 from weightload.frames import local_values
+from weightload.holders import CAN_COUNT, find_views, is_held, uses_inside
 from weightload.storage import storage_key
 
 __all__ = ["Loan", "Loans", "Transport", "buffers_of", "extent_of"]
@@ -33,15 +32,8 @@ _FLOOR = ("weightload.session", "weightload.preflight")
 _SEARCHES = 4
 """After so many searches of the heap in one load, tensors are copied before they are handed out."""
 _DEVICES = ("cpu", "cuda")
-_storage_uses: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
-_tensor_uses: Callable[[Tensor], int] | None = getattr(Tensor, "_use_count", None)
-_CAN_LEND = (
-    _storage_uses is not None
-    and _tensor_uses is not None
-    and hasattr(torch._C, "_to_dlpack")
-    and hasattr(torch._C, "_from_dlpack")
-)
-"""Whether this torch says how often its objects are used. If not, everything is copied."""
+_CAN_LEND = CAN_COUNT and hasattr(torch._C, "_to_dlpack") and hasattr(torch._C, "_from_dlpack")
+"""Whether it can be told who holds what was lent. If not, everything is copied."""
 
 
 def extent_of(tensor: Tensor) -> tuple[int, int]:
@@ -108,12 +100,15 @@ class Loans:
         buffers: the memory that is only lent, see :func:`buffers_of`; ``None`` for all of it.
         each: whether a tensor is lent until the next is asked for, or else until the end.
         places: returns tensors that may have been made to look at what was lent.
+        guarded: what to call before a write to lent memory, with the tensor that is written, by
+            storage key.
         nbytes: size of what was copied.
     """
 
     buffers: list[tuple[torch.device, int, int]] | None
     each: bool
     places: Callable[[], Iterable[Tensor]] = tuple
+    guarded: dict[int, Callable[[Tensor], None]] = attrs.field(factory=dict)
     nbytes: int = 0
     _open: list[Loan] = attrs.field(factory=list)
     _searches: int = 0
@@ -128,6 +123,7 @@ class Loans:
                 return Loan(name, tensor.detach().clone(), kept=True)
             loan = Loan(name, *_alias(tensor))
         self._open.append(loan)
+        self.guarded[_memory_of(loan)._cdata] = functools.partial(self._own, loan)
         return loan
 
     def _is_lent(self, tensor: Tensor) -> bool:
@@ -150,19 +146,42 @@ class Loans:
             UnsupportedError: something is held in a way that cannot be found.
         """
         loans, self._open = self._open, []
-        if not loans:
-            return []
+        for loan in loans:
+            self.guarded.pop(_memory_of(loan)._cdata, None)
+        dead = local_values(sys._getframe(1), _FLOOR, dead=True) if self.each and loans else []
+        kept = [loan for loan in loans if is_held(loan.tensor, loan.memory, dead)]
+        if not kept:
+            return loans
         with _disable_current_modes():
-            dead = local_values(sys._getframe(1), _FLOOR, dead=True) if self.each else []
-            kept = [loan for loan in loans if _is_held(loan, dead)]
             for loan in kept:
                 self._copy(loan)
-            rest = [loan for loan in kept if _is_held(loan, dead)]
+            rest = [
+                loan
+                for loan in kept
+                if is_held(loan.tensor, loan.memory, dead) or uses_inside(loan.tensor, dead)
+            ]
             del dead
             if rest:
-                self._searches += 1
-                self._find(rest)
+                found = self._find(rest)
+                _check(loan for loan in rest if uses_inside(loan.tensor, found))
+                del found
+                _check(loan for loan in rest if is_held(loan.tensor, loan.memory, []))
         return loans
+
+    def _own(self, loan: Loan, target: Tensor) -> None:
+        """Copy what a loader is about to write to, so that the sender's memory stays as it is.
+
+        Raises:
+            UnsupportedError: something else looks at it that cannot be found.
+        """
+        with _disable_current_modes():
+            self.guarded.pop(_memory_of(loan)._cdata, None)
+            self._copy(loan)
+            if storage_key(target) == loan.key:
+                _repoint(target, _flat_of(loan.tensor))
+            if is_held(loan.tensor, loan.memory, []):
+                self._find([loan])
+                _check(loan for loan in [loan] if is_held(loan.tensor, loan.memory, []))
 
     def _copy(self, loan: Loan) -> None:
         """Copy the bytes, and point the tensor that was handed out to the copy."""
@@ -173,36 +192,36 @@ class Loans:
         _repoint(loan.tensor, own)
         loan.kept = True
 
-    def _find(self, loans: list[Loan]) -> None:
-        """Search the heap for other tensors that look at what was lent, and repoint them."""
+    def _find(self, loans: list[Loan]) -> list[Tensor]:
+        """Search the heap for other tensors that look at what was lent, and repoint them.
+
+        Returns:
+            Those that were found.
+        """
+        self._searches += 1
         by_key = {loan.key: loan for loan in loans}
-        frozen = gc.get_freeze_count() > 0
-        if frozen:  # an engine may have hidden its heap from the collector
-            gc.unfreeze()
-        try:
-            found = _unique(
-                value
-                for value in itertools.chain(self.places(), gc.get_objects())
-                if issubclass(type(value), Tensor) and storage_key(value) in by_key
-            )
-            hidden = _hidden(found)
-        finally:
-            if frozen:
-                gc.freeze()
+        found, hidden = find_views({key for key in by_key if key is not None}, self.places)
         for value in found:
             loan = by_key.get(storage_key(value))
             if loan is not None and id(value) not in hidden:
                 _repoint(value, _flat_of(loan.tensor))
-        del found
-        lost = [loan.name for loan in loans if _is_held(loan, [])]
-        if lost:
-            raise UnsupportedError(
-                f"{lost[0]!r} was lent to the model's loaders, and something still looks at its "
-                f"memory that cannot be given a copy: a numpy array, a storage, or an object of "
-                f"an extension. Copy the tensor in the loader, or send tensors that are not "
-                f"reused, with transport=[].",
-                name=lost[0],
-            )
+        return found
+
+
+def _check(lost: Iterable[Loan]) -> None:
+    """Refuse what could not be made independent.
+
+    Raises:
+        UnsupportedError: there is such a thing.
+    """
+    for loan in lost:
+        raise UnsupportedError(
+            f"{loan.name!r} was lent to the model's loaders, and something still looks at its "
+            f"memory that cannot be given a copy: a numpy array, a storage, or an object of an "
+            f"extension. Copy the tensor in the loader, or send tensors that are not reused, with "
+            f"transport=[].",
+            name=loan.name,
+        )
 
 
 def _can_alias(tensor: Tensor) -> bool:
@@ -242,87 +261,3 @@ def _repoint(view: Tensor, own: Tensor) -> None:
     moved = torch.empty(0, dtype=view.dtype, device=view.device)
     moved.set_(own.untyped_storage(), view.storage_offset(), view.shape, view.stride())
     view.data = moved
-
-
-def _references(value: object) -> int:
-    """Return how many references there are to ``value``, but for those of this call."""
-    return sys.getrefcount(value) - _CALL
-
-
-_CALL = 0
-_probe = torch.empty(0)
-_CALL = _references(_probe) - 1
-_inside = _probe[:]
-_COUNTED = _references(_probe) > 1
-"""Whether a use of a tensor inside torch counts as a reference to its Python object."""
-del _probe, _inside
-
-
-def _is_held(loan: Loan, dead: list[object]) -> bool:
-    """Whether anything holds memory that was lent, other than dead variables.
-
-    Args:
-        loan: what was lent.
-        dead: what dead variables hold.
-    """
-    memory = _memory_of(loan)
-    if _storage_uses is None or _tensor_uses is None:
-        return True
-    uses = _storage_uses(memory._cdata) - 1
-    if _references(memory) > 2 + (_COUNTED and uses > 0):  # the loan's, and the variable here
-        return True
-    views: dict[int, Tensor] = {}
-    found: Counter[int] = Counter()
-    pairs: dict[int, Any] = {}
-    key = loan.key
-    if storage_key(loan.tensor) == key:
-        views[id(loan.tensor)] = loan.tensor
-        found[id(loan.tensor)] = 1
-    for value in dead:
-        if isinstance(value, tuple):
-            pairs[id(value)] = value
-            found[id(value)] += 2  # in the variable, and in the list
-        elif isinstance(value, Tensor) and storage_key(value) == key:
-            views[id(value)] = value
-            found[id(value)] += 2
-    for pair in pairs:
-        if _references(pairs[pair]) == found[pair] + 1:
-            for value in pairs[pair]:
-                if isinstance(value, Tensor) and storage_key(value) == key:
-                    views[id(value)] = value
-                    found[id(value)] += 1
-    value = None
-    if uses > len(views):
-        return True
-    bases = Counter(id(view._base) for view in views.values() if view._base is not None)
-    for each in views:
-        inside = _tensor_uses(views[each]) - 1  # held by other tensors, or by an extension
-        counted = _COUNTED and inside > 0
-        if inside > bases[each] or _references(views[each]) > found[each] + 1 + counted:
-            return True
-    return False
-
-
-def _unique(values: Iterable[Any]) -> list[Tensor]:
-    return list({id(value): value for value in values}.values())
-
-
-def _hidden(found: list[Tensor]) -> Collection[int]:
-    """Return the ids of the tensors that something holds which the collector does not see.
-
-    A numpy array is such a thing: it has the address of its base, and would not follow it.
-    """
-    ids = {id(value) for value in found}
-    seen: Counter[int] = Counter()
-    for holder in gc.get_referrers(*found) if found else ():
-        if holder is not found:
-            seen.update(id(value) for value in gc.get_referents(holder) if id(value) in ids)
-    local = local_values(sys._getframe(3), dead=False)
-    seen.update(2 * [id(value) for value in local if id(value) in ids])  # here and in that list
-    holder = None
-    hidden = set()
-    for index in range(len(found)):
-        inside = _COUNTED and _tensor_uses is not None and _tensor_uses(found[index]) > 1
-        if _references(found[index]) > seen[id(found[index])] + 1 + inside:
-            hidden.add(id(found[index]))
-    return hidden

@@ -596,17 +596,23 @@ class Hoarding(Net):
 
 
 @pytest.mark.holds("C11")
-def test_a_model_that_reads_a_buffer_after_it_was_filled_again_reads_its_own_copy(commit):
-    """The model keeps views of the transport's buffer from call to call, and writes all at the end,
-    when the buffer holds the last shard."""
+def test_a_model_may_write_in_a_later_call_what_it_was_given_in_an_earlier_one(commit):
+    """The model keeps what it gets from call to call, and the transport's buffer is filled again
+    after each. All three shards have their own values when the model writes them at last, and
+    their own names: a shard that came twice is found."""
     live = Live(lambda: Hoarding(Fused()), FUSED)
-    new = {name: tensor + 1 for name, tensor in FUSED.items()}
     buffer = torch.empty(1)
-    session = live.open(commit=commit)
-    for name, tensor in new.items():
-        session.load({name: buffer.copy_(tensor)})
-    session.finish()
-    live.equals(new)
+    with WeightLoadSession(live.model, commit=commit) as session:
+        for shard in range(3):
+            session.load({f"layers.0.weight/{shard}": buffer.fill_(shard + 20.0)})
+            buffer.fill_(float("nan"))
+    assert live.model.layers[0].weight.tolist() == [-20.0, -21.0, -22.0]
+    live.reload(FUSED, commit=commit)
+    live.equals(FUSED)
+    live.look()
+    with live.refuses(DuplicateWeightError, "layers.0.weight/1", commit=commit) as session:
+        for shard in (0, 1, 1):
+            session.load({f"layers.0.weight/{shard}": buffer.fill_(shard + 20.0)})
 
 
 @pytest.mark.holds("C20")

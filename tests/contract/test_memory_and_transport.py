@@ -20,7 +20,6 @@ from weightload import (
     WeightMismatchError,
     weights_version,
 )
-from weightload.bucket import BucketWriter, read_bucket
 from weightload.ownership import owner_of
 
 
@@ -219,33 +218,6 @@ def test_a_model_that_is_quantised_as_it_loads_never_holds_all_its_floats():
 
 
 # ------------------------------------------------------------------------------ transport
-
-
-@pytest.mark.holds("I07")
-@pytest.mark.parametrize("size", [1, 4, 5000, 9000, 1 << 20])
-def test_the_sender_alone_decides_where_a_bucket_ends(size):
-    """Whatever its size, a receiver needs what the sender wrote into the table, and nothing that
-    it would have to work out for itself."""
-    generator = torch.Generator().manual_seed(size)
-    weights = {
-        f"w{i}": torch.randn(n, generator=generator).to(dtype)
-        for i, (n, dtype) in enumerate(
-            [(700, torch.float32), (1, torch.bfloat16), (900, torch.half)]
-        )
-    }
-    weights["empty"] = torch.empty(0, 3)
-    writer = BucketWriter(size)
-    received = {}
-    try:
-        for table in writer.fill(weights.items()):
-            assert all(isinstance(cell, str | int | list) for row in table for cell in row)
-            received |= {name: t.clone() for name, t in read_bucket(writer.path, table)}
-    finally:
-        writer.close()
-    assert received.keys() == weights.keys()
-    for name, tensor in weights.items():
-        assert received[name].dtype == tensor.dtype
-        assert torch.equal(received[name], tensor), name
 
 
 class Scaled(Negated):

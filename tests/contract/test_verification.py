@@ -122,6 +122,30 @@ def test_a_digest_changes_with_every_byte_and_with_every_place(dtype, size):
         assert digest(moved) != mark
 
 
+def test_a_digest_sees_a_sign_that_changed_in_any_place():
+    """The highest bit of a word: twice an odd multiple of it is nothing in 64 bits, so that what
+    it does to two sums must not be added as it is."""
+    tensor = torch.randn(512, generator=torch.Generator().manual_seed(3)).bfloat16()
+    mark = digest(tensor)
+    unseen = []
+    for index in range(tensor.numel()):
+        tensor[index] = -tensor[index]
+        if digest(tensor) == mark:
+            unseen.append(index)
+        tensor[index] = -tensor[index]
+    assert unseen == []
+
+
+def test_a_digest_sees_two_words_that_differ_in_one_high_bit_and_changed_places():
+    words = torch.randint(1 << 40, (64,), generator=torch.Generator().manual_seed(4))
+    for left, right in ((0, 1), (0, 8), (3, 60), (8, 24)):
+        words[right] = words[left] ^ -(1 << 63)
+        mark = digest(words)
+        words[[left, right]] = words[[right, left]]
+        assert digest(words) != mark
+        words[[left, right]] = words[[right, left]]
+
+
 def test_a_digest_does_not_depend_on_how_a_tensor_lies_in_memory():
     tensor = torch.arange(60.0).view(6, 10)
     assert digest(tensor.t()) == digest(tensor.t().contiguous())

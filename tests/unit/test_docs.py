@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from weightload.refusals import refusals_table
 from weightload.states import transitions_table
 
 ROOT = Path(__file__).parents[2]
@@ -10,6 +11,11 @@ ROOT = Path(__file__).parents[2]
 def test_the_reference_shows_the_table_of_moves_that_the_code_has():
     """A move that is added or taken away must show in the reference."""
     assert transitions_table() in (ROOT / "docs/reference/states.md").read_text()
+
+
+def test_the_reference_shows_what_is_refused():
+    """A refusal without a reason in the reference is a surprise."""
+    assert refusals_table() in (ROOT / "docs/reference/refusals.md").read_text()
 
 
 def test_every_link_of_the_documentation_leads_somewhere():

@@ -69,3 +69,9 @@ def test_an_atomic_load_stages_everything():
     assert receipt.staging_peak_bytes == 3 * 8 * 8 * 4
     assert receipt.tensors_in_place == 0
     assert receipt.tensors_staged == 3
+
+
+def test_a_receipt_of_a_later_version_is_read_as_far_as_it_is_known(receipt):
+    """Engines of a fleet may run one that counts more."""
+    plain = {**receipt.to_plain(), "things_counted_later": 3}
+    assert Receipt.from_plain(plain) == receipt

@@ -44,7 +44,7 @@ TEXTS = {
     "kernel format": "past every check",
     "a transport past the loaders": "past the model's loaders",
     "a finish without a start": "not started, or failed",
-    "an update that is started twice": "One session at a time",
+    "an update that is started twice": "One at a time",
     "an update that lacks a chunk": "never arrived whole",
     "a cache that cannot be reset": "the cache does not answer",
     "an update whose trainer dies": "the trainer is gone",

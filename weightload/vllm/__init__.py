@@ -9,11 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from weightload.vllm.engine import areload, reload
+    from weightload.vllm.fleet import FleetMember, HTTPReplica, LocalReplica, Member, RayReplica
     from weightload.vllm.guarded import GuardedWorker, guarded
     from weightload.vllm.worker import WorkerExtension, worker_extension
 
 __all__ = [
+    "FleetMember",
     "GuardedWorker",
+    "HTTPReplica",
+    "LocalReplica",
+    "Member",
+    "RayReplica",
     "WorkerExtension",
     "areload",
     "guarded",
@@ -22,6 +28,11 @@ __all__ = [
 ]
 
 _HOMES = {
+    "FleetMember": "weightload.vllm.fleet",
+    "HTTPReplica": "weightload.vllm.fleet",
+    "LocalReplica": "weightload.vllm.fleet",
+    "Member": "weightload.vllm.fleet",
+    "RayReplica": "weightload.vllm.fleet",
     "GuardedWorker": "weightload.vllm.guarded",
     "WorkerExtension": "weightload.vllm.worker",
     "guarded": "weightload.vllm.guarded",

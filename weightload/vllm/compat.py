@@ -19,9 +19,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from weightload.errors import UnsupportedError
+from weightload.refusals import why_refused
+
 __all__ = [
     "calls_model_hook",
     "construct",
+    "data_parallel_cores",
     "device_context",
     "engine_is_down",
     "engine_processes",
@@ -30,6 +34,7 @@ __all__ = [
     "recorded_format",
     "release_memory",
     "retie_word_embeddings",
+    "rpc_to_all_cores",
     "says_engine_is_down",
     "set_torchao_attributes",
     "take_over_online_layer",
@@ -180,13 +185,14 @@ def recorded_format(module: nn.Module) -> dict[tuple[str, str], torch.Tensor] | 
     return found
 
 
-def gather_from_ranks(value: Any, size: int) -> list[Any]:
+def gather_from_ranks(value: Any) -> list[Any]:
     """Return what every rank of the engine has; each of them must call this."""
     import torch.distributed
     from vllm.distributed import get_world_group
 
-    found: list[Any] = [None] * size
-    torch.distributed.all_gather_object(found, value, group=get_world_group().cpu_group)
+    group = get_world_group()
+    found: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(found, value, group=group.cpu_group)
     return found
 
 
@@ -197,26 +203,94 @@ def engine_config(worker: Any) -> contextlib.AbstractContextManager[Any]:
     return set_current_vllm_config(worker.vllm_config)
 
 
-def why_not_through_sessions(engine: Any) -> str | None:
+def draft_config(worker: Any) -> Any:
+    """Return the configuration that a draft model was constructed with."""
+    drafter = getattr(worker.model_runner, "drafter", None)
+    make = getattr(drafter, "_create_draft_vllm_config", None)
+    return worker.vllm_config if make is None else make()
+
+
+def why_not_through_sessions(cls: type, mixin: type) -> str | None:
     """Say why what a transfer engine receives cannot be given to a session, or return ``None``.
 
     Engines that hand tensors in checkpoint format to ``load_weights`` wrap the model's loaders
     when an update starts, and that is how they are told: others write to live tensors.
+
+    Args:
+        cls: the engine's class.
+        mixin: what was put before the class that knows the wire.
     """
-    start = getattr(type(engine), "start_weight_update", None)
+    if getattr(cls, "weightload_checkpoint_format", False):
+        return None
+    wire = next((one for one in cls.__mro__ if not issubclass(one, mixin)), cls)
+    start = getattr(wire, "start_weight_update", None)
     try:
         source = inspect.getsource(start) if start is not None else ""
     except (OSError, TypeError):
         source = ""
-    if getattr(engine, "weightload_checkpoint_format", False):
+    direct = "_uses_load_weights" in source or getattr(wire, "defers_processing", False)
+    if "initialize_layerwise_reload" in source and not direct:
         return None
-    if "initialize_layerwise_reload" in source and "_uses_load_weights" not in source:
-        return None
-    return (
-        f"{type(engine).__name__} writes into live tensors past the model's loaders, so nothing "
-        f"of what it does can be checked or undone. Use a transport of whole tensors in "
-        f"checkpoint format, such as 'nccl' or 'ipc'."
-    )
+    return why_refused("past the loaders", wire.__name__)
+
+
+def worker_in_construction() -> Any:
+    """Return the worker that constructs a transfer engine; vLLM gives the engine no way to it."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if hasattr(caller, "weight_transfer_engine") and hasattr(caller, "model_runner"):
+            return caller
+        frame = frame.f_back
+    return None
+
+
+def set_update_active(worker: Any, flag: bool) -> None:
+    """Set the flag by which vLLM's worker lets calls to its transfer engine through."""
+    worker._weight_update_active = flag
+
+
+def set_update_target(engine: Any, target: tuple[nn.Module, Any] | None) -> None:
+    """Point a transfer engine at a model and its configuration, or at its own for ``None``.
+
+    Versions that have one target only have no such methods.
+    """
+    if target is None:
+        getattr(engine, "reset_weight_update_target", lambda: None)()
+    else:
+        getattr(engine, "set_weight_update_target", lambda *_: None)(*target)
+
+
+def drain_pending(engine: Any) -> None:
+    """Wait until a transfer engine has done what it put off, in versions that let it."""
+    getattr(engine, "drain_pending", lambda: None)()
+
+
+def release_received(engine: Any) -> None:
+    """Let go of the sender's memory, as vLLM's IPC engine does when an update is finished."""
+    importer = getattr(engine, "_packed_importer", None)
+    if importer is not None:
+        importer.close()
+
+
+def register_transfer(backend: str, module: str, engine: str, trainer: str) -> None:
+    """Register both sides of a transport; a side that this vLLM does not have is left out.
+
+    Trainers have been made from their initial information alone only since that names its backend.
+    """
+    base = "vllm.distributed.weight_transfer.base"
+    home = "vllm.distributed.weight_transfer.factory"
+    known = getattr(_find(base, "TrainerInitInfo"), "__annotations__", {})
+    for has, factory, name in (
+        (
+            hasattr(_find(base, "WeightTransferEngine"), "start_weight_update"),
+            _find(home, "WeightTransferEngineFactory"),
+            engine,
+        ),
+        ("backend" in known, _find(home, "WeightTransferTrainerFactory"), trainer),
+    ):
+        if has and factory is not None and backend not in getattr(factory, "_registry", ()):
+            factory.register_engine(backend, module, name)
 
 
 def captures_graphs(vllm_config: Any, device: torch.device) -> bool:
@@ -253,3 +327,29 @@ def says_engine_is_down(error: Exception) -> bool:
     """Whether a failed call says that a worker was lost, which shows only seconds later."""
     said = str(error).removeprefix("Call to collective_rpc method failed: ")
     return said in ("Executor failed.", "cancelled", "Server shutting down")
+
+
+def data_parallel_cores(core: Any) -> int:
+    """Return how many engine cores a client has behind it, each with all of the model."""
+    return len(getattr(core, "core_engines", None) or [core])
+
+
+def rpc_to_all_cores(core: Any) -> Any:
+    """Return a ``collective_rpc`` that gives what the workers of all cores say.
+
+    Raises:
+        UnsupportedError: this version of vLLM has no way to hear more than the first core.
+    """
+    call = getattr(core, "call_utility_all_async", None)
+    if call is None:
+        raise UnsupportedError(
+            "This version of vLLM tells what the first of several data-parallel engine cores "
+            "says, and no other, so that nobody could know whether all have the same weights. "
+            "Run one engine for each, and update them as a weightload.Fleet."
+        )
+
+    async def collective_rpc(method: Any, *, kwargs: dict[str, Any]) -> list[Any]:
+        found = await call("collective_rpc", method, None, (), kwargs)
+        return [outcome for outcomes in found for outcome in outcomes]
+
+    return collective_rpc

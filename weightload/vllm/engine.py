@@ -5,33 +5,32 @@ from __future__ import annotations
 import functools
 import os
 import uuid
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable
+from contextlib import closing
 from inspect import isawaitable, iscoroutinefunction
-from pathlib import Path
 from typing import Any
 
 import attrs
-import torch
 
-from weightload.bucket import BucketWriter
 from weightload.errors import (
     EngineLostError,
+    ModelBusyError,
     ModelPoisonedError,
     UnsupportedError,
     UsageError,
     VerificationError,
     WeightLoadError,
 )
-from weightload.intake import Intake, pairs_of
+from weightload.outcomes import gather
 from weightload.receipt import Receipt
 from weightload.scope import Scope
+from weightload.sending import Weights, is_folder, operations
 from weightload.vllm import caches, compat
 from weightload.vllm.liveness import Liveness
-from weightload.vllm.worker import gather, run_operation
+from weightload.vllm.worker import run_operation
 
 __all__ = ["areload", "reload"]
 
-Weights = str | Path | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | None
 Version = str | int | None
 Publish = Callable[[Version, Version], object]
 Veto = Callable[[Any], str | None]
@@ -40,7 +39,7 @@ Steps = Generator[Callable[[], Any], Any, Any]
 
 def reload(
     llm: Any,
-    weights: Weights = None,
+    weights: Weights | None = None,
     *,
     version: Version = None,
     commit: str = "stream",
@@ -52,6 +51,7 @@ def reload(
     publish: Iterable[Publish] = (),
     veto: Iterable[Veto] = (),
     pause: str | None = "require",
+    draft: str | None = None,
 ) -> list[Receipt]:
     """Replace the weights of a live ``vllm.LLM``, on all ranks or on none.
 
@@ -77,6 +77,8 @@ def reload(
             caches are reset. If one raises, the engine is poisoned.
         veto: called with ``llm`` before anything else: what returns a reason refuses the load.
         pause: ``"require"`` refuses while requests are unfinished; ``None`` does not ask.
+        draft: load the draft model of speculative decoding too: names that begin with this are for
+            it alone, as ``"draft."``; with ``""`` every tensor is offered to both models.
 
     Returns:
         One receipt per rank.
@@ -96,7 +98,7 @@ def reload(
         raise UsageError(_RUNNING)
     job = _Job.of(
         llm, engine, weights, version, commit, scope, check_finite, strict, verify, reset_caches,
-        publish, veto,
+        publish, veto, draft,
     )  # fmt: skip
     alive = Liveness(engine.engine_core)
     turn = _Turn()
@@ -114,7 +116,7 @@ def reload(
 
 async def areload(
     engine: Any,
-    weights: Weights = None,
+    weights: Weights | None = None,
     *,
     version: Version = None,
     commit: str = "stream",
@@ -126,6 +128,7 @@ async def areload(
     publish: Iterable[Publish] = (),
     veto: Iterable[Veto] = (),
     pause: str | None = "wait",
+    draft: str | None = None,
 ) -> list[Receipt]:
     """Replace the weights of a live ``AsyncLLM``; see :func:`reload` for what is not said here.
 
@@ -145,6 +148,7 @@ async def areload(
             (``"wait"``, ``"abort"``, ``"keep"``); ``"require"`` to refuse unless the caller has
             paused it; ``None`` not to ask. After a failure that left a mixture the engine stays
             paused, and takes no requests.
+        draft: as for :func:`reload`.
     """
     alive = Liveness(engine.engine_core)
     if pause not in ("wait", "abort", "keep", "require", None):
@@ -154,7 +158,7 @@ async def areload(
         raise UsageError(_RUNNING)
     job = _Job.of(
         engine, engine, weights, version, commit, scope, check_finite, strict, verify,
-        reset_caches, publish, veto,
+        reset_caches, publish, veto, draft,
     )  # fmt: skip
     if not paused:
         clear = "prefix" in job.caches
@@ -201,7 +205,7 @@ class _Turn:
         return steps.send(self.value)
 
 
-class _Reach:
+class Reach:
     """How operations get to the workers of an engine.
 
     Attributes:
@@ -209,14 +213,14 @@ class _Reach:
         intact: whether, after a failure, all ranks have said that their model is whole.
     """
 
-    def __init__(self, front: Any, *, local: bool, prefix: str | None) -> None:
+    def __init__(self, rpc: Callable[..., Any], *, local: bool, prefix: str | None) -> None:
         self.local = local
         self.intact = False
-        self._front = front
+        self._rpc = rpc
         self._prefix = prefix
 
     @classmethod
-    def of(cls, front: Any, vllm_config: Any, core: Any) -> _Reach:
+    def of(cls, front: Any, vllm_config: Any, core: Any) -> Reach:
         """Find out.
 
         Raises:
@@ -225,8 +229,12 @@ class _Reach:
         """
         parallel = vllm_config.parallel_config
         in_process = hasattr(core, "engine_core")
+        rpc = front.collective_rpc
         if in_process and not compat.engine_processes(core) and parallel.world_size == 1:
-            return cls(front, local=True, prefix=None)
+            return cls(rpc, local=True, prefix=None)
+        if compat.data_parallel_cores(core) > 1:
+            # The engine's own method returns what the first of its cores says, and no other.
+            rpc = compat.rpc_to_all_cores(core)
         backend = parallel.distributed_executor_backend
         if backend not in ("mp", "uni", None):
             raise UnsupportedError(
@@ -236,13 +244,13 @@ class _Reach:
         for name in (parallel.worker_extension_cls, parallel.worker_cls):
             prefix = _prefix_of(name)
             if prefix is not None:
-                return cls(front, local=False, prefix=prefix)
+                return cls(rpc, local=False, prefix=prefix)
         if not in_process and os.environ.get("VLLM_ALLOW_INSECURE_SERIALIZATION") != "1":
             raise UnsupportedError(
                 "The engine's workers are in other processes and have no weightload methods. "
                 "Start the engine with worker_extension_cls='weightload.vllm.WorkerExtension'."
             )
-        return cls(front, local=False, prefix=None)
+        return cls(rpc, local=False, prefix=None)
 
     def call(self, operation: str, **arguments: Any) -> Callable[[], Any]:
         """Return the call that asks every worker for an operation."""
@@ -251,7 +259,7 @@ class _Reach:
             method = f"{self._prefix}_{operation}"
         else:
             arguments = {"operation": operation, "local": self.local, **arguments}
-        return functools.partial(self._front.collective_rpc, method, kwargs=arguments)
+        return functools.partial(self._rpc, method, kwargs=arguments)
 
 
 def _prefix_of(qualified: str | None) -> str | None:
@@ -283,8 +291,8 @@ class _Job:
 
     front: Any
     engine: Any
-    reach: _Reach
-    weights: Weights
+    reach: Reach
+    weights: Weights | None
     options: dict[str, Any]
     caches: tuple[str, ...]
     publish: tuple[Publish, ...]
@@ -292,9 +300,10 @@ class _Job:
 
     @classmethod
     def of(
-        cls, front: Any, engine: Any, weights: Weights, version: Version, commit: str,
+        cls, front: Any, engine: Any, weights: Weights | None, version: Version, commit: str,
         scope: Scope | None, check_finite: bool, strict: bool | None, verify: str | None,
         reset_caches: Iterable[str] | bool, publish: Iterable[Publish], veto: Iterable[Veto],
+        draft: str | None = None,
     ) -> _Job:  # fmt: skip
         """Check the arguments, and ask the vetoes."""
         if not isinstance(scope, Scope | None):
@@ -302,7 +311,7 @@ class _Job:
         job = cls(
             front=front,
             engine=engine,
-            reach=_Reach.of(front, engine.vllm_config, engine.engine_core),
+            reach=Reach.of(front, engine.vllm_config, engine.engine_core),
             weights=weights,
             options={
                 "version": version,
@@ -311,6 +320,7 @@ class _Job:
                 "check_finite": check_finite,
                 "strict": strict,
                 "verify": verify,
+                "draft": draft,
             },
             caches=caches.selected(reset_caches),
             publish=tuple(publish),
@@ -356,37 +366,17 @@ class _Job:
         return receipts
 
     def _load(self) -> Steps:
-        weights, reach = self.weights, self.reach
-        if weights is None or isinstance(weights, str | Path):
-            path = None if weights is None else str(weights)
-            gather((yield reach.call("load_path", path=path)))
-        elif reach.local:
-            gather((yield reach.call("load", weights=weights)))
-        else:
-            yield from self._send(weights)
-
-    def _send(self, weights: Any) -> Steps:
-        if isinstance(weights, Mapping):
-            if self.options["check_finite"]:
-                intake = Intake(manifest=None, check_finite=True)
-                for name, tensor in weights.items():
-                    intake.check_pair(name, tensor)
-            forms = {
-                name: [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
-                for name, tensor in weights.items()
-            }
-            gather((yield self.reach.call("check", shapes=forms)))
-        writer = BucketWriter()
-        try:
-            for table in writer.fill(pairs_of(weights)):
-                gather((yield self.reach.call("load_bucket", path=writer.path, table=table)))
-        finally:
-            writer.close()
+        if self.reach.local and not is_folder(self.weights):
+            gather((yield self.reach.call("load", weights=self.weights)))
+            return
+        sent = operations(self.weights, check_finite=self.options["check_finite"])
+        with closing(sent):
+            for operation, arguments in sent:
+                gather((yield self.reach.call(operation, **arguments)))
 
     def _compare(self, agreed: list[dict[str, Any]]) -> None:
         """Compare what ranks received, where all of them were sent the same."""
-        sent = self.weights is not None and not isinstance(self.weights, str | Path)
-        if sent and any(one != agreed[0] for one in agreed):
+        if not is_folder(self.weights) and any(one != agreed[0] for one in agreed):
             raise VerificationError(
                 f"Ranks received different tensors: {agreed}. Nothing is published.",
                 agreed=[str(one) for one in agreed],
@@ -395,21 +385,11 @@ class _Job:
     def _announce(self, before: Version) -> Steps:
         """Drop what was computed with the old weights, and tell everybody the new version."""
         version = self.options["version"]
-        for reset in caches.engine_resets(self.front, self.engine, self.caches):
-            done = yield reset
-            if done is False:
-                # Requests hold blocks; they are computed again under the new weights.
-                again: Any = reset
-                done = yield functools.partial(again, reset_running_requests=True)
-            if done is False:
-                raise UsageError(
-                    f"{reset.__name__}() could not drop what was computed with the old weights, "
-                    f"because requests hold it. Abort them, and reload again."
-                )
+        yield from dropping(self.front, self.engine, self.caches)
         for callback in self.publish:
             callback(before, version)
-        if version is not None and hasattr(self.engine, "set_weight_version"):
-            yield functools.partial(self.engine.set_weight_version, str(version))
+        if version is not None:
+            yield from naming(self.engine, version)
 
     def _give_up(self, error: BaseException, opener: str, finished: list[Any]) -> Steps:
         """End what was begun on every rank, and find out whether all are intact."""
@@ -429,6 +409,36 @@ class _Job:
             error.model_intact = error.model_intact and not poisoned
 
 
+def dropping(front: Any, engine: Any, names: Iterable[str]) -> Steps:
+    """Drop what the engine's own side has computed with the old weights.
+
+    Args:
+        front: an ``LLM`` or ``AsyncLLM``.
+        engine: what is behind it.
+        names: which caches, of :data:`weightload.vllm.caches.ALL`.
+
+    Raises:
+        UsageError: requests hold what is to be dropped.
+    """
+    for reset in caches.engine_resets(front, engine, names):
+        done = yield reset
+        if done is False:
+            # Requests hold blocks; they are computed again under the new weights.
+            again: Any = reset
+            done = yield functools.partial(again, reset_running_requests=True)
+        if done is False:
+            raise UsageError(
+                f"{reset.__name__}() could not drop what was computed with the old weights, "
+                f"because requests hold it. Abort them, and reload again."
+            )
+
+
+def naming(engine: Any, version: str | int) -> Steps:
+    """Let the engine say that it has this version, if it has a place for that."""
+    if hasattr(engine, "set_weight_version"):
+        yield functools.partial(engine.set_weight_version, str(version))
+
+
 class Door:
     """Stands in the place of an engine's ``add_request`` while the engine must not serve.
 
@@ -436,35 +446,42 @@ class Door:
     to run, the last line of defence, takes the engine down.
     """
 
-    def __init__(self, engine: Any, cause: str) -> None:
+    def __init__(self, engine: Any) -> None:
         self._own = vars(engine).get("add_request")
         self._asynchronous = iscoroutinefunction(engine.add_request)
-        self._cause = cause
+        self._refusal: Callable[[], WeightLoadError] = _busy
         vars(engine)["add_request"] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse.
 
         Raises:
-            ModelPoisonedError: always.
+            WeightLoadError: always.
         """
         return self._refuse_later() if self._asynchronous else self._refuse()
 
     def _refuse(self) -> Any:
-        raise ModelPoisonedError(
-            f"The engine must not serve: a reload failed ({self._cause}) after it had written "
-            f"live weights. Reload a complete set of weights first.",
-            model_intact=False,
-        )
+        raise self._refusal()
 
     async def _refuse_later(self) -> Any:
         self._refuse()
 
     @classmethod
-    def close(cls, engine: Any, error: BaseException) -> None:
-        """Let ``engine`` take no request."""
+    def hold(cls, engine: Any) -> None:
+        """Let ``engine`` take no request while its weights are replaced."""
         if not isinstance(vars(engine).get("add_request"), cls):
-            cls(engine, f"{type(error).__name__}: {error}")
+            cls(engine)
+
+    @classmethod
+    def close(cls, engine: Any, error: BaseException) -> None:
+        """Let ``engine`` take no request after ``error`` has left it with a mixture."""
+        cause = f"{type(error).__name__}: {error}"
+        cls.hold(engine)
+        vars(engine)["add_request"]._refusal = lambda: ModelPoisonedError(
+            f"The engine must not serve: a reload failed ({cause}) after it had written live "
+            f"weights. Reload a complete set of weights first.",
+            model_intact=False,
+        )
 
     @classmethod
     def open(cls, engine: Any) -> None:
@@ -476,3 +493,10 @@ class Door:
             del vars(engine)["add_request"]
         else:
             vars(engine)["add_request"] = door._own
+
+
+def _busy() -> WeightLoadError:
+    return ModelBusyError(
+        "The engine takes no requests: an update of its weights is under way, or was left "
+        "without an end. Update it again."
+    )

@@ -11,24 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from weightload.errors import ModelBusyError, UnsupportedError, UsageError
-from weightload.lifecycle import start_reload
+from weightload.errors import ModelBusyError, UnsupportedError
 from weightload.ownership import open_session, owner_of, require_usable
-from weightload.vllm import compat
-from weightload.vllm.vetoes import vetoes_of
-from weightload.vllm.worker import (
-    OPERATIONS,
-    WorkerExtension,
-    framework_for,
-    gather,
-    outcome_of,
-    reset_or_poison,
-)
+from weightload.refusals import why_refused
+from weightload.vllm.agreement import agree
+from weightload.vllm.transfer.mixin import NATIVE_CACHES, drive
+from weightload.vllm.worker import OPERATIONS, WorkerExtension, poison_model, reset_or_poison
 
 __all__ = ["guarded", "platform_worker"]
-
-NATIVE_CACHES = ("multimodal", "encoder", "lora", "kv")
-"""What vLLM's own reload resets in a worker, and values that are not finite."""
 
 
 def require_ready(worker: Any) -> None:
@@ -52,46 +42,12 @@ def require_ready(worker: Any) -> None:
             )
 
 
-def agree(worker: Any, action: Callable[[list[Any]], object]) -> bool:
-    """Do something that every rank does, and say whether all of them could.
-
-    Every rank must call this. Where one failed, each aborts its session, and the last rank
-    raises that one's error: an executor that gets an exception from an earlier rank leaves the
-    answers of later ones unread, for the next call to stumble over.
-
-    Args:
-        worker: vLLM's worker.
-        action: is called with a list, and appends the session that it works on.
-
-    Returns:
-        Whether every rank could; ``False`` only on ranks before the last.
-
-    Raises:
-        WeightLoadError: what the first rank that failed said, on the last rank.
-    """
-    sessions: list[Any] = []
-    mine = outcome_of(worker.rank, lambda: action(sessions))
-    size = worker.vllm_config.parallel_config.world_size
-    outcomes = [mine]
-    if size > 1:
-        mine.pop("exception", None)
-        outcomes = compat.gather_from_ranks(mine, size)
-    failed = [outcome for outcome in outcomes if "error" in outcome]
-    for session in sessions if failed else ():
-        if session.state.open:
-            session.abort(failed[0]["error"]["message"])
-    if worker.rank == size - 1:
-        gather(outcomes)
-    return not failed
-
-
 class _Guard:
     """What is put before a worker's own class."""
 
     get_model: Callable[[], Any]
-    weight_transfer_engine: Any
-    _check_weight_transfer_engine: Callable[[], None]
-    _set_draft_weight_update_target: Callable[[], None]
+    rank: int
+    vllm_config: Any
     _weightload_asleep = False
 
     # ------------------------------------------------------------------ running
@@ -146,10 +102,7 @@ class _Guard:
 
         def run(sessions: list[Any]) -> None:
             if not is_checkpoint_format:
-                raise UnsupportedError(
-                    "reload_weights(is_checkpoint_format=False) writes tensors past every check. "
-                    "Send the checkpoint's tensors."
-                )
+                raise UnsupportedError(why_refused("kernel format"))
             OPERATIONS["start"](self)
             sessions.append(open_session(self.get_model()))
             if weights_iterator is not None:
@@ -158,106 +111,33 @@ class _Guard:
                 OPERATIONS["load_path"](self, weights_path)
             OPERATIONS["seal"](self)
 
-        if agree(self, run):
-            self._weightload_finish(self.get_model())
-
-    def start_weight_update(self) -> None:
-        """Begin an update that arrives in chunks."""
-        self._weightload_start(draft=False)
-
-    def start_draft_weight_update(self) -> None:
-        """Begin an update of the draft model."""
-        self._weightload_start(draft=True)
-
-    def update_weights(self, update_info: Any) -> None:
-        """Receive one chunk with the configured transport, and give it to the session."""
-
-        def receive(sessions: list[Any]) -> None:
-            session = open_session(self._weightload_target())
-            if session is None:
-                raise UsageError("No update is active; call start_weight_update first.")
-            sessions.append(session)
-            self._weight_update_active = True
-            with compat.engine_config(self):
-                run = super(_Guard, self).update_weights  # type: ignore[misc]
-                session.load_through(lambda: run(update_info), exact=True)
-
-        received = False
-        try:
-            received = agree(self, receive)
-        finally:
-            if not received:
-                self._weightload_reset()
-
-    def finish_weight_update(self) -> None:
-        """Process, commit and verify what the chunks brought, on every rank or on none."""
-        target = self._weightload_target()
-
-        def seal(sessions: list[Any]) -> None:
-            session = open_session(target)
-            if session is None:
-                raise UsageError(
-                    "No update is active: it was not started, or failed. Nothing is published."
-                )
-            sessions.append(session)
-            self.weight_transfer_engine.drain_pending()
-            session.seal()
-
-        try:
-            if agree(self, seal):
-                self._weightload_finish(target)
-        finally:
-            self._weightload_reset()
-
-    # ------------------------------------------------------------------ helpers
-
-    def _weightload_start(self, *, draft: bool) -> None:
-        def start(sessions: list[Any]) -> None:
-            self._check_weight_transfer_engine()
-            engine = self.weight_transfer_engine
-            reason = compat.why_not_through_sessions(engine)
-            if reason is not None:
-                raise UnsupportedError(reason)
-            target = engine.model, engine.model_config
-            if draft:
-                self._set_draft_weight_update_target()
-            model = engine.model
-            try:
-                framework = framework_for(self, model, engine.model_config)
-                sessions.append(start_reload(model, framework=framework, veto=vetoes_of(self)))
-            except BaseException:
-                engine.model, engine.model_config = target
-                raise
-
-        if agree(self, start):
-            self._weight_update_active = True
-            self._weight_update_is_draft = draft
-
-    def _weightload_target(self) -> Any:
-        engine = getattr(self, "weight_transfer_engine", None)
-        return self.get_model() if engine is None else engine.model
-
-    def _weightload_finish(self, model: Any) -> None:
         def finish(sessions: list[Any]) -> None:
-            session = open_session(model)
-            if session is not None:
-                sessions.append(session)
-                session.finish()
+            sessions.append(open_session(model))
+            sessions[0].finish()
             reset_or_poison(self, NATIVE_CACHES)
 
+        model = self.get_model()
+        size = self.vllm_config.parallel_config.world_size
         finished = False
-        try:
-            finished = agree(self, finish)
-        finally:
-            if not finished:
-                # Some ranks may have the new weights; together they are a mixture.
-                OPERATIONS["poison"](self, "a rank could not finish")
+        if agree(self.rank, size, run):
+            try:
+                finished = agree(self.rank, size, finish)
+            finally:
+                if not finished:
+                    # Some ranks may have the new weights; together they are a mixture.
+                    poison_model(model, "a rank could not finish")
 
-    def _weightload_reset(self) -> None:
-        self._weight_update_active = False
-        engine = getattr(self, "weight_transfer_engine", None)
-        if engine is not None:
-            engine.reset_weight_update_target()
+    # ------------------------------------------------------------------ vLLM's transfer engines
+
+    @property
+    def weight_transfer_engine(self) -> Any:
+        """The transfer engine. Whichever is set is driven by sessions from then on."""
+        return self.__dict__.get("weight_transfer_engine")
+
+    @weight_transfer_engine.setter
+    def weight_transfer_engine(self, engine: Any) -> None:
+        self.__dict__["weight_transfer_engine"] = engine
+        drive(engine, self)
 
 
 def guarded(base: type) -> type:

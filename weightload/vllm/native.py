@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +60,8 @@ def adopt_native(framework: VllmFramework, model: nn.Module) -> None:
     partners = dict(twin.named_modules())
     found: list[_Inference] = []
     for name, module in model.named_modules():
+        if record_of(module) is not None:
+            continue  # a draft's, known from its target
         rules = framework.registry.rules_for(module, name)
         partner = partners.get(name)
         if partner is None or type(partner) is not type(module):
@@ -97,7 +100,14 @@ def _construct(
 
     config = copy.copy(framework.vllm_config)
     config.compilation_config = copy.copy(config.compilation_config)
-    for name, empty in (("static_forward_context", {}), ("static_all_moe_layers", [])):
+    config.quant_config = copy.copy(config.quant_config)  # a model class maps the names in it
+    empties: dict[str, Any] = {
+        "static_forward_context": {},
+        "static_all_moe_layers": [],
+        "enabled_custom_ops": Counter(),
+        "disabled_custom_ops": Counter(),
+    }
+    for name, empty in empties.items():
         if hasattr(config.compilation_config, name):
             setattr(config.compilation_config, name, empty)
     observer = ConstructedValues()

@@ -1,4 +1,4 @@
-"""Entry point of the group ``vllm.general_plugins``: makes the load format known to vLLM."""
+"""Entry point of the group ``vllm.general_plugins``: makes load format and transports known to vLLM."""
 
 from __future__ import annotations
 
@@ -6,5 +6,8 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """Register the load format ``weightload``. Safe to call again."""
+    """Register the load format ``weightload`` and the transfer engines. Safe to call again."""
     import weightload.vllm.loader  # noqa: F401
+    from weightload.vllm import transfer
+
+    transfer.register()

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from weightload.bucket import read_bucket
-from weightload.errors import UsageError, WeightLoadError
+from weightload.arena import Arena
+from weightload.baking import bake
+from weightload.errors import ModelBusyError, UnsupportedError, UsageError
+from weightload.family import Draft
 from weightload.files import Header, checkpoint_folder, read_headers
 from weightload.lifecycle import abort_reload, finish_reload, start_reload
+from weightload.outcomes import Outcome, gather, outcome_of
 from weightload.ownership import (
     Poison,
     open_session,
@@ -29,9 +31,13 @@ from weightload.ownership import (
 )
 from weightload.record import record_of
 from weightload.scope import Scope
-from weightload.vllm import caches
-from weightload.vllm.framework import VllmFramework
-from weightload.vllm.vetoes import vetoes_of
+from weightload.vllm import caches, compat
+from weightload.vllm.lazy import LazyCheckpoint
+from weightload.vllm.vetoes import draft_of, vetoes_of
+from weightload.wire import BucketReader
+
+if TYPE_CHECKING:
+    from weightload.vllm.framework import VllmFramework
 
 __all__ = [
     "OPERATIONS",
@@ -39,33 +45,11 @@ __all__ = [
     "framework_for",
     "gather",
     "outcome_of",
+    "poison_model",
     "reset_or_poison",
     "run_operation",
     "worker_extension",
 ]
-
-Outcome = dict[str, Any]
-
-
-def gather(outcomes: Iterable[Outcome]) -> list[Any]:
-    """Return the value of each rank.
-
-    Raises:
-        WeightLoadError: the first rank that failed, with a note for every other.
-    """
-    outcomes = list(outcomes)
-    failed = [outcome for outcome in outcomes if "error" in outcome]
-    if not failed:
-        return [outcome["value"] for outcome in outcomes]
-    first = failed[0]
-    error: BaseException = first.get("exception") or WeightLoadError.from_plain(first["error"])
-    if isinstance(error, WeightLoadError):
-        error.facts.setdefault("rank", first["rank"])
-    if len(outcomes) > 1:
-        error.add_note(f"weightload: raised on rank {first['rank']} of {len(outcomes)}.")
-    for other in failed[1:]:
-        error.add_note(f"weightload: rank {other['rank']} too: {other['error']['message']}")
-    raise error
 
 
 def _start(
@@ -77,6 +61,7 @@ def _start(
     check_finite: bool = False,
     strict: bool | None = None,
     verify: Any = None,
+    draft: str | None = None,
 ) -> Any:
     model = worker.get_model()
     session = start_reload(
@@ -89,21 +74,44 @@ def _start(
         strict=strict,
         verify=verify,
         veto=vetoes_of(worker),
+        drafts=[] if draft is None else [_draft(worker, draft)],
     )
     session.opener = opener
     return _status(worker)
+
+
+def _draft(worker: Any, prefix: str) -> Draft:
+    """Return the draft model of a worker, to be loaded with its target.
+
+    Raises:
+        UnsupportedError: the worker has none.
+    """
+    model = draft_of(worker)
+    if model is None:
+        raise UnsupportedError("The engine has no draft model; start it with a speculative_config.")
+    framework = None
+    if record_of(model) is None:
+        from weightload.vllm.framework import VllmFramework
+
+        config = compat.draft_config(worker)
+        framework = VllmFramework(
+            config, worker.speculative_config.draft_model_config, worker.device, native=True
+        )
+    return Draft(model=model, prefix=prefix, framework=framework)
 
 
 def framework_for(worker: Any, model: nn.Module, model_config: Any) -> VllmFramework | None:
     """Return the framework for a model that vLLM loaded itself, ``None`` if it is known."""
     if record_of(model) is not None:
         return None
+    from weightload.vllm.framework import VllmFramework
+
     return VllmFramework(worker.vllm_config, model_config, worker.device, native=True)
 
 
-def _check(worker: Any, shapes: Mapping[str, Any]) -> Any:
+def _check(worker: Any, shapes: Mapping[str, Any], opener: str | None = None) -> Any:
     """Check names, shapes and types; a value is a shape, or a pair of a shape and a type's name."""
-    session = _session(worker)
+    session = _session(worker, opener)
     session.check({name: _form(value) for name, value in shapes.items()}, complete=True)
     return None
 
@@ -114,21 +122,61 @@ def _form(value: Any) -> Any:
     return tuple(value)
 
 
-def _load(worker: Any, weights: Any) -> Any:
-    session = _session(worker)
+def _bake(worker: Any, shapes: Mapping[str, Any]) -> Any:
+    """Make the plan of a load of these names; a value is a pair of a shape and a type's name."""
+    model = worker.get_model()
+    framework = framework_for(worker, model, worker.model_config)
+    return bake(model, shapes, framework=framework).to_plain()
+
+
+def _load(worker: Any, weights: Any, opener: str | None = None) -> Any:
+    session = _session(worker, opener)
     if isinstance(weights, Mapping):
         session.check(weights, complete=True)
     session.load(weights)
     return None
 
 
-def _load_bucket(worker: Any, path: str, table: list[Any]) -> Any:
-    _session(worker).load(list(read_bucket(path, table)))
+def _open_buckets(
+    worker: Any, where: dict[str, Any], opening: dict[str, Any], opener: str | None = None
+) -> Any:
+    """Get ready for what comes in shared memory; what is announced is checked before any write."""
+    session = _session(worker, opener)
+    arena = Arena.open(**where)
+    reader = BucketReader(opening, arena.memory.numel())
+    if reader.forms is not None:
+        session.check(reader.forms, complete=True)
+    session.inbox = arena, reader
     return None
 
 
-def _load_path(worker: Any, path: str | None = None) -> Any:
-    session = _session(worker)
+def _load_bucket(worker: Any, record: dict[str, Any], opener: str | None = None) -> Any:
+    session = _session(worker, opener)
+    arena, reader = _inbox(session)
+    pairs = reader.take(record, arena.memory)
+    if pairs:
+        session.load(pairs, transport=arena.memory)
+    return None
+
+
+def _close_buckets(worker: Any, record: dict[str, Any], opener: str | None = None) -> Any:
+    session = _session(worker, opener)
+    arena, reader = _inbox(session)
+    reader.close(record)
+    arena.close()
+    session.inbox = None
+    return None
+
+
+def _inbox(session: Any) -> tuple[Arena, BucketReader]:
+    if session.inbox is None:
+        raise UsageError("No buckets are expected; call open_buckets first.")
+    inbox: tuple[Arena, BucketReader] = session.inbox
+    return inbox
+
+
+def _load_path(worker: Any, path: str | None = None, opener: str | None = None) -> Any:
+    session = _session(worker, opener)
     model = worker.get_model()
     loader = _loader(worker)
     model_config = worker.model_config
@@ -140,7 +188,7 @@ def _load_path(worker: Any, path: str | None = None) -> Any:
         model_config.revision = None
     headers = _headers(loader, model_config, model)
     if headers is not None:
-        session.check(_Lazy(headers), complete=True)
+        session.check(LazyCheckpoint(headers), complete=True)
     if session.baseline_known:
         session.load(loader.get_all_weights(model_config, model), transport=[])
     else:
@@ -150,14 +198,20 @@ def _load_path(worker: Any, path: str | None = None) -> Any:
     return None
 
 
-def _seal(worker: Any) -> Any:
-    return _session(worker).seal()
+def _seal(worker: Any, opener: str | None = None) -> Any:
+    return _session(worker, opener).seal()
 
 
-def _finish(worker: Any, reset: Iterable[str] = caches.ALL) -> Any:
-    receipt = finish_reload(worker.get_model()).to_plain()
+def _finish(worker: Any, reset: Iterable[str] = caches.ALL, opener: str | None = None) -> Any:
+    """Finish; asked again by the same opener, who may not have had the answer, give it again."""
+    last, receipt = getattr(worker, "_weightload_finished", (None, None))
+    if opener is not None and opener == last:
+        return receipt
+    _session(worker, opener)
+    receipt = {**finish_reload(worker.get_model()).to_plain(), "rank": worker.rank}
     reset_or_poison(worker, reset)
-    return {**receipt, "rank": worker.rank}
+    worker._weightload_finished = opener, receipt
+    return receipt
 
 
 def reset_or_poison(worker: Any, names: Iterable[str]) -> None:
@@ -183,11 +237,15 @@ def _abort(worker: Any, cause: str = "aborted by the caller", opener: str | None
 
 def _poison(worker: Any, cause: str) -> Any:
     """Mark a model that is whole itself, and does not go with those of the other ranks."""
-    model = worker.get_model()
+    poison_model(worker.get_model(), cause)
+    return None
+
+
+def poison_model(model: nn.Module, cause: str) -> None:
+    """Mark a model that does not go with those of other ranks, unless it is marked already."""
     if poison_of(model) is None:
         poison = Poison(session=0, version=None, step="agree", module=None, cause=cause)
         record_poison(model, poison)
-    return None
 
 
 def _status(worker: Any) -> Any:
@@ -197,6 +255,7 @@ def _status(worker: Any) -> Any:
     return {
         "rank": worker.rank,
         "session": None if session is None else session.id,
+        "opener": None if session is None else session.opener,
         "state": None if session is None else session.state.value,
         "version": weights_version(model),
         "poison": None if poison is None else poison.cause,
@@ -205,9 +264,12 @@ def _status(worker: Any) -> Any:
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "start": _start,
+    "bake": _bake,
     "check": _check,
     "load": _load,
+    "open_buckets": _open_buckets,
     "load_bucket": _load_bucket,
+    "close_buckets": _close_buckets,
     "load_path": _load_path,
     "seal": _seal,
     "finish": _finish,
@@ -233,27 +295,13 @@ def run_operation(worker: Any, operation: str, local: bool = False, **arguments:
     return outcome
 
 
-def outcome_of(rank: int, action: Callable[[], Any]) -> Outcome:
-    """Return what ``action`` returned or raised, as an outcome of ``rank``."""
-    try:
-        return {"rank": rank, "value": action()}
-    except Exception as error:
-        known = error if isinstance(error, WeightLoadError) else _foreign(error)
-        return {"rank": rank, "error": known.to_plain(), "exception": error}
-
-
-def _foreign(error: Exception) -> WeightLoadError:
-    known = WeightLoadError(f"{type(error).__name__}: {error}")
-    for note in getattr(error, "__notes__", ()):
-        known.add_note(note)
-    return known
-
-
 def worker_extension(prefix: str) -> type:
     """Make a class for vLLM's ``worker_extension_cls`` whose methods start with ``prefix_``.
 
     Methods: ``start(version=None, commit="stream", ...)`` with the options of a session,
-    ``check(shapes)``, ``load(weights)``, ``load_bucket(path, table)``, ``load_path(path=None)``,
+    ``check(shapes)``, ``load(weights)``, ``load_path(path=None)``, ``open_buckets(where, opening)``,
+    ``load_bucket(record)`` and ``close_buckets(record)`` for what :mod:`weightload.wire` packs into
+    a :class:`weightload.arena.Arena`,
     ``seal()`` (when all ranks have sealed, all may finish), ``finish(reset=...)``,
     ``abort(cause=...)``, ``poison(cause)`` (some ranks finished and others could not) and
     ``status()``. Each returns an outcome; see :func:`gather`. To choose a prefix, give the class
@@ -280,10 +328,16 @@ def _named(operation: str, args: tuple[Any, ...]) -> dict[str, Any]:
 WorkerExtension = worker_extension("weightload")
 
 
-def _session(worker: Any) -> Any:
+def _session(worker: Any, opener: str | None = None) -> Any:
     session = open_session(worker.get_model())
     if session is None:
         raise UsageError("No session is open on this rank; call start first.")
+    if opener not in (None, session.opener):
+        raise ModelBusyError(
+            f"Session {session.id} on this rank was opened for somebody else, after the one of "
+            f"this caller had ended.",
+            owner=session.id,
+        )
     return session
 
 
@@ -315,47 +369,3 @@ def _headers(loader: Any, model_config: Any, model: nn.Module) -> dict[str, Head
         getattr(model, "allow_patterns_overrides", None),
     )
     return read_headers(sorted(files)) if safetensors else None
-
-
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-"""The names of types in safetensors files (https://huggingface.co/docs/safetensors)."""
-
-
-class _Lazy(Mapping[str, Any]):
-    """Shapes and types of a checkpoint's tensors, and the tensors themselves when they are asked for."""
-
-    def __init__(self, headers: dict[str, Header]) -> None:
-        self._headers = headers
-
-    def __getitem__(self, name: str) -> Any:
-        header = self._headers[name]
-        dtype = _DTYPES.get(header.dtype)
-        return header.shape if dtype is None else (header.shape, dtype)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._headers)
-
-    def __len__(self) -> int:
-        return len(self._headers)
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """Read one tensor."""
-        from safetensors import safe_open
-
-        file: Path = self._headers[name].file
-        with safe_open(file, framework="pt") as opened:
-            found: torch.Tensor = opened.get_tensor(name)
-        return found

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from weightload.bucket import BucketWriter
+from weightload.arena import Arena
 from weightload.vllm.testing import families, probe
 from weightload.vllm.worker import gather, run_operation
 
@@ -73,13 +73,14 @@ class Buckets:
 
     def __init__(self):
         self._paths = set()
-        grow = BucketWriter._grow
+        create = Arena.create
 
-        def remembered(writer, nbytes):
-            self._paths.add(Path(writer.path))
-            return grow(writer, nbytes)
+        def remembered(nbytes):
+            arena = create(nbytes)
+            self._paths.add(Path(arena.path))
+            return arena
 
-        BucketWriter._grow = remembered
+        Arena.create = remembered
 
     def left(self):
         """Return those that are still there, or say that there never was one."""

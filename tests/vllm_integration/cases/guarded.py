@@ -27,8 +27,9 @@ class FileTransfer:
     weightload_checkpoint_format = True
     supports_draft_weight_update = False
 
-    def __init__(self, model, model_config):
-        self.model, self.model_config = model, model_config
+    def __init__(self, worker):
+        self.model, self.model_config = worker.get_model(), worker.model_config
+        self.vllm_config, self.device = worker.vllm_config, worker.device
 
     def update_weights(self, info):
         with safe_open(info["path"], framework="pt") as file:
@@ -40,6 +41,9 @@ class FileTransfer:
             raise ConnectionError("the trainer is gone")
 
     def drain_pending(self):
+        pass
+
+    def set_weight_update_target(self, model, model_config):
         pass
 
     def reset_weight_update_target(self):
@@ -63,7 +67,7 @@ class Worker(guarded(platform_worker())):
 
     def use(self, kind):
         cls = {"file": FileTransfer, "direct": DirectTransfer}[kind]
-        self.weight_transfer_engine = cls(self.get_model(), self.model_config)
+        self.weight_transfer_engine = cls(self)
 
     def break_caches(self):
         """Let the last rank's side of a cache fail."""

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from common import Buckets, main, start
 
-from weightload import WeightLoadError
-from weightload.bucket import BucketWriter
+from weightload import WeightLoadError, sending
 from weightload.vllm import areload, reload
 from weightload.vllm.plugin import register
 from weightload.vllm.testing import families, probe
@@ -79,7 +78,7 @@ def run(folder, client, moment):
     register()
     path = families.make_checkpoint("llama", Path(folder) / "A", seed=1)
     other = families.make_checkpoint("llama", Path(folder) / "B", seed=2)
-    BucketWriter.__init__.__defaults__ = (20_000,)  # less than most tensors: many calls
+    sending.BUCKET_BYTES = 20_000  # less than most tensors: many calls
     # No tidy end, as by `asyncio.run`: that would wait for threads of an engine that is lost.
     loop = asyncio.new_event_loop()
     return loop.run_until_complete(serve(path, read_checkpoint(other), client, moment))

@@ -7,8 +7,7 @@ import time
 from common import Buckets, checkpoints, fresh, main, start
 from extension import NORM
 
-from weightload import WeightLoadError
-from weightload.bucket import BucketWriter
+from weightload import WeightLoadError, sending
 from weightload.vllm import reload
 from weightload.vllm.plugin import register
 from weightload.vllm.testing.probe import describe_difference, observe, stop_engine
@@ -58,7 +57,7 @@ def run(family, folder, extension):
     step("back to A from files", a_path, a)
     step("B from a stream", iter(b_weights.items()), b)
     step("A from a mapping", a_weights, a)
-    BucketWriter.__init__.__defaults__ = (20_000,)  # less than most tensors: many buckets now
+    sending.BUCKET_BYTES = 20_000  # less than most tensors: many buckets now
     step("B shuffled, in small buckets", shuffled(b_weights, seed=3), b)
     step("A through one buffer, in small buckets", through_one_buffer(a_weights), a)
     step("B from a mapping in small buckets, atomic", b_weights, b, commit="atomic")

@@ -1,0 +1,136 @@
+"""Engines of other processes are reached through a store of ``torch.distributed``.
+
+Damage shown: a fleet that waits for ever for a process that is gone, or an engine that does what
+was asked of the one before it.
+"""
+
+import threading
+from datetime import timedelta
+
+import pytest
+from fleets import BUCKET, PROCESSES, STATES, ToyReplica
+from torch.distributed import HashStore, TCPStore
+
+from weightload import Fleet, FleetError, StoreReplica, UsageError, serve_replica
+
+
+@pytest.fixture
+def serving():
+    """Serve engines in threads; what is returned reaches them."""
+    store, stop, threads = HashStore(), threading.Event(), []
+
+    def serve(replica):
+        thread = threading.Thread(
+            target=serve_replica, args=(replica, store), kwargs={"stop": stop}
+        )
+        thread.start()
+        threads.append(thread)
+        return StoreReplica(replica.name, store)
+
+    serve.store = store
+    yield serve
+    stop.set()
+    for thread in threads:
+        thread.join()
+
+
+def test_engines_behind_a_store_are_updated_together(serving):
+    engines = [ToyReplica("a"), ToyReplica("b")]
+    fleet = Fleet([serving(engine) for engine in engines], deadline=60, bucket_bytes=BUCKET)
+    for number in (2, 3):
+        receipt = fleet.update(STATES[number], version=number)
+        assert [engine.serves() for engine in engines] == [number, number]
+        assert [one.rank for one in receipt.replicas["b"]] == [0, 1]
+
+
+@pytest.mark.parametrize(("step", "then"), [("start", 1), ("load_bucket", 1), ("finish", None)])
+def test_what_goes_wrong_there_is_known_here(step, then, serving):
+    engines = [ToyReplica("a"), ToyReplica("b")]
+    fleet = Fleet([serving(engine) for engine in engines], deadline=60, bucket_bytes=BUCKET)
+    engines[1].plan(step, "fails")
+    with pytest.raises(FleetError) as caught:
+        fleet.update(STATES[2], version=2)
+    assert "'b'" in "".join(caught.value.__cause__.__notes__) or then is None
+    assert engines[1].serves() == then
+    engines[1].mend()
+    fleet.update(STATES[3], version=3)
+    assert [engine.serves() for engine in engines] == [3, 3]
+
+
+def test_an_error_keeps_its_class_on_the_way(serving):
+    engine = ToyReplica("a")
+
+    def refuse():
+        raise UsageError("requests are unfinished")
+
+    engine.pause = refuse
+    with pytest.raises(UsageError, match="requests are unfinished"):
+        serving(engine).pause()
+
+
+def test_a_process_that_does_not_serve_is_given_up_in_time():
+    replica = StoreReplica("nobody", HashStore(), timeout=0.1)
+    with pytest.raises(TimeoutError, match="'nobody' is not there for 'pause'"):
+        replica.pause()
+
+
+def test_an_engine_does_not_do_what_was_asked_of_the_one_before():
+    store, stop = HashStore(), threading.Event()
+    stop.set()
+    serve_replica(ToyReplica("a"), store, stop=stop)
+    with pytest.raises(TimeoutError, match="'a' has not answered 'pause'"):
+        StoreReplica("a", store, timeout=0.1).pause()
+    engine, stop = ToyReplica("a"), threading.Event()
+    thread = threading.Thread(target=serve_replica, args=(engine, store), kwargs={"stop": stop})
+    thread.start()
+    try:
+        while True:
+            try:
+                StoreReplica("a", store, timeout=1.0).call("status")
+            except TimeoutError:  # it was asked before it had begun to look
+                continue
+            break
+    finally:
+        stop.set()
+        thread.join()
+    assert set(engine.log) == {"status"}
+    assert not engine.paused
+
+
+def _serve_in_process(port, name):
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+    serve_replica(ToyReplica(name), store)
+
+
+def test_processes_that_share_a_tcp_store_are_a_fleet():
+    """One of them is killed: the other goes back, in time."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    processes = [
+        PROCESSES.Process(target=_serve_in_process, args=(store.port, name), daemon=True)
+        for name in ("a", "b")
+    ]
+    for process in processes:
+        process.start()
+    try:
+        replicas = [StoreReplica(name, store) for name in ("a", "b")]
+        fleet = Fleet(replicas, deadline=60, bucket_bytes=BUCKET)
+        fleet.update(STATES[2], version=2)
+        assert {one.version for one in fleet.status().values()} == {2}
+
+        def deadly():
+            for index, pair in enumerate(STATES[3].items()):
+                if index == 1:
+                    processes[1].kill()
+                    processes[1].join()
+                    fleet.deadline = 5.0
+                yield pair
+
+        with pytest.raises(FleetError) as caught:
+            fleet.update(deadly(), version=3)
+        states = {name: one["state"] for name, one in caught.value.facts["replicas"].items()}
+        assert states == {"a": "serves", "b": "lost"}
+        assert caught.value.facts["replicas"]["a"]["version"] == 2
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()

@@ -1,0 +1,66 @@
+"""Puts weights into operations that workers can be asked for, wherever they are.
+
+A folder is named, and every worker reads it. Tensors go through one shared-memory file, which all
+workers of a machine read; it is written once, however many they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weightload.arena import Arena
+from weightload.intake import Intake, pairs_of
+from weightload.wire import BucketWriter, forms_of
+
+__all__ = ["Weights", "is_folder", "operations"]
+
+Weights = str | Path | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+Operation = tuple[str, dict[str, Any]]
+
+BUCKET_BYTES = 64 << 20
+"""Size of the memory through which tensors go to other processes; larger ones go in parts."""
+
+
+def is_folder(weights: Any) -> bool:
+    """Whether weights are read by the workers themselves; ``None`` is the engine's own folder."""
+    return weights is None or isinstance(weights, str | Path)
+
+
+def operations(
+    weights: Weights | None, *, check_finite: bool = False, bucket_bytes: int | None = None
+) -> Generator[Operation]:
+    """Yield operations with their arguments, of builtin types only.
+
+    All workers must have done one before the next is asked for: the memory is used again.
+
+    Args:
+        weights: a checkpoint folder, ``None`` for the one that the engine was started on, or
+            named tensors.
+        check_finite: refuse a mapping with NaN or infinity before anything is sent.
+        bucket_bytes: size of the shared memory, by default :data:`BUCKET_BYTES`.
+
+    Raises:
+        WeightMismatchError: see ``check_finite``.
+    """
+    if weights is None or isinstance(weights, str | Path):
+        yield "load_path", {"path": None if weights is None else str(weights)}
+        return
+    if isinstance(weights, Mapping) and check_finite:
+        intake = Intake(manifest=None, check_finite=True)
+        for name, tensor in weights.items():
+            intake.check_pair(name, tensor)
+    forms = forms_of(weights) if isinstance(weights, Mapping) else None
+    arena = Arena.create(bucket_bytes or BUCKET_BYTES)
+    try:
+        writer = BucketWriter(arena.memory, forms=forms)
+        where = {"path": arena.path, "nbytes": arena.memory.numel(), "token": arena.token}
+        yield "open_buckets", {"where": where, "opening": writer.opening()}
+        for record in writer.fill(pairs_of(weights)):
+            yield "load_bucket", {"record": record}
+        yield "close_buckets", {"record": writer.closing()}
+    finally:
+        arena.close(remove=True)

@@ -1,0 +1,102 @@
+"""``weightload_shm``: trainer and engine on one machine, buckets in memory that both see."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from vllm.distributed.weight_transfer.base import TrainerInitInfo, WeightTransferInitInfo
+
+from weightload.arena import Arena
+from weightload.errors import TransportError
+from weightload.vllm.transfer.buckets import BucketEngine
+from weightload.vllm.transfer.trainer import SessionTrainer, TransferOptions
+
+__all__ = ["ShmEngine", "ShmInitInfo", "ShmTrainer", "ShmTrainerInitInfo"]
+
+
+@dataclass(kw_only=True)
+class ShmInitInfo(WeightTransferInitInfo):
+    """Where the trainer's memory is.
+
+    Attributes:
+        path: its file.
+        nbytes: its size.
+        token: which one it is.
+    """
+
+    path: str
+    nbytes: int
+    token: str
+
+
+@dataclass(kw_only=True)
+class ShmTrainerInitInfo(TransferOptions, TrainerInitInfo):
+    """For the trainer: its ``rank``, and what is agreed on."""
+
+    backend: ClassVar[str] = "weightload_shm"
+
+
+class ShmEngine(BucketEngine):
+    """Reads buckets where the trainer wrote them. They stay as they are until it is answered."""
+
+    init_info_cls = ShmInitInfo
+    _arena: Arena | None = None
+
+    def weightload_meet(self, init_info: ShmInitInfo) -> None:
+        """Open the trainer's memory."""
+        before = self._arena
+        self._arena = Arena.open(init_info.path, init_info.nbytes, init_info.token)
+        self.met = init_info.path
+        if before is not None:
+            before.close()
+
+    def memory(self) -> torch.Tensor:
+        """Return the memory that both see."""
+        if self._arena is None:
+            raise TransportError("No trainer has been met; call init_weight_transfer_engine first.")
+        return self._arena.memory
+
+    def weightload_abandoned(self) -> str | None:
+        """Return why the trainer is taken for gone: its process has ended, or it is silent."""
+        if self._arena is not None and not self._arena.owner_lives():
+            return "its process has ended"
+        return super().weightload_abandoned()
+
+    def weightload_part(self) -> None:
+        """Let go of the memory."""
+        arena, self._arena = self._arena, None
+        if arena is not None:
+            arena.close()
+
+
+class ShmTrainer(SessionTrainer):
+    """Writes buckets into memory that the engine sees."""
+
+    init_info_cls = ShmTrainerInitInfo
+    _arena: Arena | None = None
+
+    def meet(self) -> None:
+        """Make the memory, and tell the engine where it is."""
+        self._arena = Arena.create(self.init_info.bucket_bytes)
+        self.met = self._arena.path
+        where = {
+            "path": self._arena.path,
+            "nbytes": self._arena.memory.numel(),
+            "token": self._arena.token,
+        }
+        told = {**where, **self.init_info.for_session()}
+        self.ask("init_weight_transfer_engine", "init_weight_transfer_engine", told)
+
+    def memory(self) -> torch.Tensor:
+        """Return the memory that both see."""
+        if self._arena is None:
+            raise TransportError("The trainer was shut down; make another one.")
+        return self._arena.memory
+
+    def shutdown(self) -> None:
+        """Give the memory back."""
+        if self._arena is not None:
+            self._arena.close(remove=True)
+            self._arena = None
