@@ -60,11 +60,11 @@ class _Copy:
             self.live = tensor, part
         return part
 
-    def source(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the part of a contiguous source that is read."""
-        if self.whole:
-            return tensor
+    def source(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the part of a contiguous source that is read; ``None`` if a number is written."""
         view = self.write.source
+        if self.whole or view is None:
+            return tensor if self.whole else None
         return tensor.as_strided(
             view.shape, view.stride, int(tensor.storage_offset()) + view.offset
         )
@@ -233,7 +233,10 @@ class Express:
         verification = load.intake.verification
         if verification is not None and not entry.packed:
             verification.note(entry, copy.region, target, source)
-        target.copy_(source)
+        if source is None:
+            target.fill_(copy.write.value)
+        else:
+            target.copy_(source)
         del guard
         load.counts.bytes_written += copy.count * target.element_size()
         entry.ledger.fill(copy.region, name, copy.count)

@@ -114,8 +114,8 @@ class WriteObserver(TorchDispatchMode):
 
     Attributes:
         refusal: the first error that the listener raised; a loader may have swallowed it.
-        uses: is told the arguments of every operation that makes no view and does not only copy
-            to a watched tensor.
+        uses: is told name and arguments of every operation that makes no view and does not only
+            copy to a watched tensor.
         guarded: what to call before a write to a storage that is not to be written, with the tensor
             that is written, by storage key; it gives the tensor another storage.
     """
@@ -123,7 +123,7 @@ class WriteObserver(TorchDispatchMode):
     def __init__(self, listener: WriteListener) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.refusal: WeightLoadError | None = None
-        self.uses: Callable[[list[torch.Tensor]], None] | None = None
+        self.uses: Callable[[str, tuple[Any, ...], dict[str, Any]], None] | None = None
         self.guarded: dict[int, Callable[[torch.Tensor], None]] = {}
         self._listener = listener
         self._by_storage: dict[int, list[Watched]] = {}
@@ -171,8 +171,9 @@ class WriteObserver(TorchDispatchMode):
         touched = [
             tensor for tensor in tensors_of(args, kwargs) if storage_key(tensor) in self._by_storage
         ]
+        name = func._schema.name.rpartition(":")[2]
         if self.uses is not None and not (func.is_view or (touched and func in _COPIES)):
-            self.uses(list(tensors_of(args, kwargs)))
+            self.uses(name, args, kwargs)
         if not touched:
             return func(*args, **kwargs)
         for tensor in touched:
@@ -184,7 +185,6 @@ class WriteObserver(TorchDispatchMode):
             for target in written_by(func, args, kwargs)
             for watched in self._by_storage.get(storage_key(target) or 0, ())
         ]
-        name = func._schema.name.rpartition(":")[2]
         if func is _aten._foreach_copy_.default:
             for target, source in zip(*args[:2], strict=True):
                 self._run(_aten.copy_.default, types, (target, source), {})

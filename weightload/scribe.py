@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from weightload.observer import tensors_of
 from weightload.plan import Form, Plan, View, Write
 from weightload.storage import storage_key
 
@@ -55,6 +56,7 @@ class Scribe:
     def __init__(self) -> None:
         self.useless = False
         self._lent: _Lent | None = None
+        self._number: float | int | None = None
         self._keys: dict[int, StorageWeakRef] = {}
         self._forms: dict[str, Form] = {}
         self._writes: dict[str, list[tuple[Entry, Write]]] = {}
@@ -89,9 +91,13 @@ class Scribe:
         """Note that loaders hold a tensor beyond its turn."""
         self.useless = True
 
-    def used(self, tensors: list[torch.Tensor]) -> None:
-        """Note that an operation, which is no view and no copy to a place, reads ``tensors``."""
-        for tensor in tensors:
+    def used(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note an operation that makes no view and does not only copy to the model."""
+        self._number = None
+        if name in ("fill_", "zero_"):
+            number = args[1] if len(args) > 1 else 0
+            self._number = number if isinstance(number, int | float) else None
+        for tensor in tensors_of(args, kwargs):
             key = storage_key(tensor)
             if self._lent is not None and key == self._lent.key:
                 self._unplanned.add(self._lent.name)
@@ -112,16 +118,20 @@ class Scribe:
     ) -> None:
         """Note a write to a tensor of the model."""
         lent = self._lent
+        if target.numel() == 0:
+            return
         if lent is None:
             self.useless = True
             return
         self._names.setdefault(id(entry), set()).add(lent.name)
         view = None if source is None else self._view(lent, source, target)
-        if view is None:
+        number = self._number if source is None else None
+        known = view is not None or number is not None
+        if not known:
             self._unplanned.add(lent.name)
         other = None if region is None else self._owners.setdefault((id(entry), region), lent.name)
         whole = target.dtype == entry.tensor.dtype
-        if view is None or other is None or other != lent.name or not whole:
+        if not known or other is None or other != lent.name or not whole:
             self._places.add(id(entry))
             return
         to = View(
@@ -135,7 +145,8 @@ class Scribe:
             self._places.add(id(entry))
             return
         module, _, tensor = entry.names[0].rpartition(".")
-        mine.append((entry, Write(source=view, module=module, tensor=tensor, target=to)))
+        write = Write(source=view, module=module, tensor=tensor, target=to, value=number)
+        mine.append((entry, write))
         self._place_forms.setdefault(entry.names[0], form_of(entry.tensor))
 
     def _view(self, lent: _Lent, source: torch.Tensor, target: torch.Tensor) -> View | None:
