@@ -234,7 +234,7 @@ class Express:
         if verification is not None and not entry.packed:
             verification.note(entry, copy.region, target, source)
         if source is None:
-            target.fill_(copy.write.value)
+            target.fill_(copy.write.value)  # type: ignore[arg-type]
         else:
             target.copy_(source)
         del guard
