@@ -7,6 +7,7 @@ No collective is used, since one lost process would hold up all others in it.
 
 from __future__ import annotations
 
+import atexit
 import json
 import threading
 import time
@@ -20,6 +21,16 @@ __all__ = ["StoreReplica", "serve_replica"]
 
 _TICK = 0.005
 """Seconds between two looks into the store; it is polled, because a wait would hold its lock."""
+
+_ending = threading.Event()
+"""Set when the interpreter is about to end."""
+
+
+@atexit.register
+def _end_waits() -> None:
+    """Let threads leave the store: one that is in its C++ code then takes the process down."""
+    _ending.set()
+    time.sleep(4 * _TICK)
 
 
 class StoreReplica:
@@ -68,9 +79,8 @@ class StoreReplica:
 
     def _wait(self, key: str, deadline: float, what: str) -> None:
         while not self._store.check([key]):
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or _ending.wait(_TICK):
                 raise TimeoutError(what)
-            time.sleep(_TICK)
 
 
 def serve_replica(replica: Replica, store: Any, *, stop: threading.Event | None = None) -> None:
@@ -85,7 +95,7 @@ def serve_replica(replica: Replica, store: Any, *, stop: threading.Event | None 
     """
     number = store.add(_key(replica.name, "asked"), 0) + 1
     store.set(_key(replica.name, "serves"), "")
-    while stop is None or not stop.is_set():
+    while not _ending.is_set() and (stop is None or not stop.is_set()):
         ask = _key(replica.name, "ask", number)
         if not store.check([ask]):
             time.sleep(_TICK)

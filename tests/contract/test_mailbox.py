@@ -4,6 +4,8 @@ Damage shown: a fleet that waits for ever for a process that is gone, or an engi
 was asked of the one before it.
 """
 
+import subprocess
+import sys
 import threading
 from datetime import timedelta
 
@@ -134,3 +136,23 @@ def test_processes_that_share_a_tcp_store_are_a_fleet():
         for process in processes:
             process.kill()
             process.join()
+
+
+def test_a_call_that_nobody_answers_does_not_keep_a_process_from_its_end():
+    """Nor take it down: a thread that is in the store's C++ code at that moment would."""
+    program = """
+import subprocess
+import sys
+import threading
+from torch.distributed import TCPStore
+from weightload import StoreReplica
+
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+store.set("weightload/a/serves", "")
+for _ in range(100):
+    threading.Thread(target=StoreReplica("a", store).pause, daemon=True).start()
+while store.add("weightload/a/asked", 0) < 100:
+    pass
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
