@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 import attrs
 import torch
@@ -12,7 +13,7 @@ from weightload.arrivals import Arrivals
 from weightload.completeness import Completeness
 from weightload.entries import Entry, Load, Staging, join
 from weightload.errors import StorageChangedError, UnsupportedError, name_some
-from weightload.express import Express, Recorded
+from weightload.express import Express, Recorded, settings_of
 from weightload.framework import Framework
 from weightload.intake import Intake
 from weightload.layer import Hook, Unit
@@ -94,6 +95,7 @@ class Board:
         self._members: dict[int, Unit] = {}
         self._marks: list[tuple[str, Slot, Fingerprint]] = []
         self._stale_keys: dict[int, list[int]] = {}
+        self._settings: list[Any] = []
 
     @property
     def entries(self) -> list[Entry]:
@@ -111,16 +113,20 @@ class Board:
         """Record what loaders do with what they get."""
         self._load.scribe = self._load.intake.scribe = scribe = Scribe()
         self.arrivals.observer.uses = scribe.used
+        self._settings = settings_of(self._load)
 
-    def express(self, recorded: Recorded) -> Express:
-        """Return the short way of a plan that was recorded."""
+    def express(self, model: nn.Module, recorded: Recorded) -> Express | None:
+        """Return the short way of a plan that was recorded, ``None`` if it does not hold now."""
+        if not recorded.holds(model, self._load):
+            return None
         return Express(self._load, self.arrivals, recorded)
 
     def recorded(self, model: nn.Module) -> Recorded | None:
         """Return the plan of this load, which has finished, if it was recorded."""
         if self._load.scribe is None:
             return None
-        return Recorded.of(self._load.scribe.plan(self._load), model, self._load)
+        plan = self._load.scribe.plan(self._load)
+        return Recorded.of(plan, model, self._load, self._settings)
 
     # ------------------------------------------------------------------ opening
 

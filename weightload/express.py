@@ -21,11 +21,12 @@ from weightload.plan import Plan, View, Write
 from weightload.record import SourceFact
 from weightload.scribe import form_of
 
-__all__ = ["Express", "Recorded", "loads_of"]
+__all__ = ["Express", "Recorded", "settings_of"]
 
 _without_modes: Callable[[], object] = getattr(torch._C, "_DisableTorchDispatch", object)
 """Makes an object during whose life no dispatch mode is asked."""
 _PLAIN = (torch.Tensor, nn.Parameter)
+_NUMBERS = frozenset((int, float, bool, str, bytes, type(None), torch.dtype))
 
 
 @attrs.define(eq=False, repr=False)
@@ -90,19 +91,25 @@ class Recorded:
         plan: the plan.
         loads: the model's ``load_weights`` at that time.
         loaders: for each tensor that is written its own loader at that time.
+        settings: what :func:`settings_of` said of the modules at that time.
     """
 
     plan: Plan
     loads: object
     loaders: dict[str, object]
+    settings: list[Any]
     _routes: dict[str, _Route | None] = attrs.field(factory=dict)
 
     @classmethod
-    def of(cls, plan: Plan, model: nn.Module, load: Load) -> Recorded:
+    def of(cls, plan: Plan, model: nn.Module, load: Load, settings: list[Any]) -> Recorded:
         """Note which loaders a plan belongs to."""
         tensors = {name: entry.tensor for entry in load.entries for name in entry.names[:1]}
         loaders = {place: _loader_of(tensors[place]) for place in plan.places if place in tensors}
-        return cls(plan, loads_of(model), loaders)
+        return cls(plan, loads_of(model), loaders, settings)
+
+    def holds(self, model: nn.Module, load: Load) -> bool:
+        """Whether the loaders would do the same, as far as can be told without running them."""
+        return self.loads == loads_of(model) and self.settings == settings_of(load)
 
     def knows(self, name: str) -> bool:
         """Whether the load that was recorded had this name."""
@@ -142,6 +149,32 @@ class Recorded:
         size = torch.Size(form.shape)
         casts = any(copy.write.target.dtype != form.dtype for copy in copies)
         return _Route(size, dtype, size.numel() * dtype.itemsize, fact, copies, casts)
+
+
+def settings_of(load: Load) -> list[Any]:
+    """Return what loaders may look at in prepared modules: numbers, texts, and lists of them."""
+    return [
+        (name, type(module), [one for one in map(_setting, *_split(module)) if one is not None])
+        for name, module in load.modules.items()
+    ]
+
+
+def _split(module: nn.Module) -> tuple[list[str], list[Any]]:
+    mine = vars(module)
+    return list(mine), list(mine.values())
+
+
+def _setting(name: str, value: Any) -> Any:
+    kind = type(value)
+    if kind in _NUMBERS:
+        return name, value
+    if kind in (list, tuple) and all(type(one) in _NUMBERS for one in value):
+        return name, tuple(value)
+    if kind is dict and all(type(one) in _NUMBERS for one in value.values()):
+        return name, tuple(value.items())
+    if isinstance(value, torch.Tensor):
+        return name, id(value), 0 if value.is_inference() else value._version
+    return None
 
 
 def loads_of(model: nn.Module) -> object:

@@ -28,7 +28,7 @@ from weightload.errors import (
     UsageError,
     WeightLoadError,
 )
-from weightload.express import Express, loads_of
+from weightload.express import Express
 from weightload.family import Draft, Family
 from weightload.framework import Framework
 from weightload.gate import Gate
@@ -53,10 +53,6 @@ Commit = Literal["stream", "atomic"]
 Version = str | int | None
 Publish = Callable[[Version, Version], object]
 Veto = Callable[[nn.Module], str | None]
-
-
-PLANS = True
-"""Whether sessions record plans and use them, unless they are told."""
 
 
 class WeightLoadSession:
@@ -97,9 +93,9 @@ class WeightLoadSession:
             called nevertheless, and the model is poisoned.
         veto: called before anything else, as ``callback(model)``: what returns a reason refuses
             the load.
-        plans: whether to record which tensor goes where, and to take later ones there without the
-            model's loaders. By default it is done; what is not as it was recorded goes through the
-            loaders in any case.
+        plans: record which tensor goes where, and take later ones there without the model's loaders.
+            What is not as it was recorded goes through the loaders in any case. Off by default:
+            a plan knows the loaders, and not everything that they may look at.
         drafts: models that are loaded with this one, from the same tensors: all commit, or none.
             They may share modules with it. A :class:`Draft` says more than a module.
 
@@ -125,7 +121,7 @@ class WeightLoadSession:
         verify: Verify | None = None,
         publish: Iterable[Publish] = (),
         veto: Iterable[Veto] = (),
-        plans: bool | None = None,
+        plans: bool = False,
         drafts: Iterable[nn.Module | Draft] = (),
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -166,7 +162,7 @@ class WeightLoadSession:
         self._transport = False
         self._kept = False
         self._block: Any = None
-        self._plans = PLANS if plans is None else plans
+        self._plans = plans
         self._express: Express | None = None
 
     def __repr__(self) -> str:
@@ -587,9 +583,9 @@ class WeightLoadSession:
         self._board.open()
         if self._plans and self.scope.is_full and self._family is None:
             plan = record.plan if self._kind == "reload" and record is not None else None
-            if plan is not None and plan.loads == loads_of(self.model):
-                self._express = self._board.express(plan)
-            else:
+            if plan is not None:
+                self._express = self._board.express(self.model, plan)
+            if self._express is None:
                 self._board.start_recording()
         if self._kind == "reload":
             ownership.guard_open(self, modules.values())

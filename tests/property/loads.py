@@ -226,6 +226,7 @@ def loads(draw, factory, served, known, first, tried, poisoned, *, last=False):
             "verify": draw(st.sampled_from([None, None, None, "sampled", "full"])),
             "check_finite": draw(st.booleans()),
             "strict": None if last else draw(st.sampled_from([None, None, True])),
+            "plans": draw(st.booleans()),
         },
         fault=None,
         where=draw(st.sampled_from(names or [""])),
