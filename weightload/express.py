@@ -26,6 +26,8 @@ __all__ = ["Express", "Recorded", "settings_of"]
 _without_modes: Callable[[], object] = getattr(torch._C, "_DisableTorchDispatch", object)
 """Makes an object during whose life no dispatch mode is asked."""
 _PLAIN = (torch.Tensor, nn.Parameter)
+_SMALL = 1 << 16
+"""Elements of a tensor that is compared by its values."""
 _NUMBERS = frozenset((int, float, bool, str, bytes, type(None), torch.dtype))
 
 
@@ -151,30 +153,50 @@ class Recorded:
         return _Route(size, dtype, size.numel() * dtype.itemsize, fact, copies, casts)
 
 
+@attrs.define(eq=False, repr=False)
+class _Values:
+    """What a small tensor held."""
+
+    tensor: torch.Tensor
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Values) or other.tensor.dtype != self.tensor.dtype:
+            return False
+        return torch.equal(self.tensor, other.tensor)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 def settings_of(load: Load) -> list[Any]:
-    """Return what loaders may look at in prepared modules: numbers, texts, and lists of them."""
-    return [
-        (name, type(module), [one for one in map(_setting, *_split(module)) if one is not None])
-        for name, module in load.modules.items()
-    ]
+    """Return what loaders may look at in prepared modules.
+
+    That is numbers, texts and small containers of them, tensors that are plain attributes, and
+    buffers of integers, such as maps of experts.
+    """
+    found = []
+    for name, module in load.modules.items():
+        mine = [
+            (key, setting) for key, value in vars(module).items() for setting in _setting(value)
+        ]
+        for key, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_floating_point():
+                mine += [(key, setting) for setting in _setting(buffer)]
+        found.append((name, type(module), mine))
+    return found
 
 
-def _split(module: nn.Module) -> tuple[list[str], list[Any]]:
-    mine = vars(module)
-    return list(mine), list(mine.values())
-
-
-def _setting(name: str, value: Any) -> Any:
+def _setting(value: Any) -> tuple[Any, ...]:
+    """Return a value if it is a setting, or nothing."""
     kind = type(value)
     if kind in _NUMBERS:
-        return name, value
+        return (value,)
     if kind in (list, tuple) and all(type(one) in _NUMBERS for one in value):
-        return name, tuple(value)
+        return (tuple(value),)
     if kind is dict and all(type(one) in _NUMBERS for one in value.values()):
-        return name, tuple(value.items())
-    if isinstance(value, torch.Tensor):
-        return name, id(value), 0 if value.is_inference() else value._version
-    return None
+        return (tuple(value.items()),)
+    if isinstance(value, torch.Tensor) and value.numel() <= _SMALL and not value.is_meta:
+        return (_Values(value.detach().clone()),)
+    return ()
 
 
 def loads_of(model: nn.Module) -> object:
