@@ -99,6 +99,10 @@ class Arena:
         fcntl.flock(self._handle, fcntl.LOCK_UN)
         return False
 
+    def unlink(self) -> None:
+        """Take its name away, once all have opened it: an owner that is killed leaves nothing then."""
+        Path(self.path).unlink(missing_ok=True)
+
     def close(self, *, remove: bool = False) -> None:
         """Let go of it; the owner also removes it. Others that have opened it keep what they see."""
         if self._handle < 0:
@@ -107,7 +111,7 @@ class Arena:
         self._handle = -1
         self.memory = self._token = torch.empty(0, dtype=torch.uint8)
         if remove:
-            Path(self.path).unlink(missing_ok=True)
+            self.unlink()
 
     def __del__(self) -> None:
         if getattr(self, "_handle", -1) >= 0:

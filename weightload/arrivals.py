@@ -13,13 +13,14 @@ from weightload.errors import (
     UnexpectedWeightError,
     UnsupportedError,
     WeightMismatchError,
+    name_some,
 )
 from weightload.intake import Intake, finite, wide_floats
 from weightload.layer import Unit
 from weightload.ledger import Region, full_region, meet, without
 from weightload.observer import Watched, WriteObserver
 from weightload.record import StagedSlot, make_record, slots_of
-from weightload.storage import TensorSpec, select, storage_key
+from weightload.storage import TensorSpec, inner_tensors, select, storage_key
 
 __all__ = ["Arrivals"]
 
@@ -57,11 +58,12 @@ class Arrivals:
         model itself when they are back in their places. They hold no checkpoint values.
         """
         for name, tensor in unit.live_tensors():
-            key = storage_key(tensor)
-            if key is not None and not self.observer.knows(key):
-                watched = self.observer.watch(tensor)
-                if watched is not None:
-                    self._live[watched.storage] = (name, unit)
+            for part in inner_tensors(tensor).values() or (tensor,):
+                key = storage_key(part)
+                if key is not None and not self.observer.knows(key):
+                    watched = self.observer.watch(part)
+                    if watched is not None:
+                        self._live[watched.storage] = (name, unit)
 
     def end(self, entry: Entry) -> None:
         """Refuse all further writes to the tensor of ``entry``, whose unit is done."""
@@ -162,6 +164,8 @@ class Arrivals:
             known = None if self.observer.shares(watched) else region
             self._load.scribe.wrote(entry, watched, known, target, source)
         first = self._load.teaches
+        if region is None and not first:
+            self._check_placeless(intake, entry, name)
         if region is not None and not first and self._counts_less(entry, region, name):
             self.note_ready(entry)
             return False
@@ -214,15 +218,32 @@ class Arrivals:
                 parameter=entry.names[0],
             )
 
+    def _check_placeless(self, intake: Intake, entry: Entry, name: str | None) -> None:
+        """Refuse a write to no known place by a name that filled other tensors the last time.
+
+        Raises:
+            UnexpectedWeightError: it did.
+        """
+        names = entry.shared.names
+        if name in names or not names or intake.manifest is None:
+            return
+        if name is not None and name in intake.manifest:
+            raise UnexpectedWeightError(
+                f"{name!r} was going to fill a part of {entry.names[0]!r}, which "
+                f"{name_some(sorted(names))} filled in the load that made the model.",
+                name=name,
+                parameter=entry.names[0],
+            )
+
     def _need_all(self, entry: Entry, *names: str | None) -> None:
         """Note that all names are needed, in the order in which they come.
 
         Where nobody knows to which name a write belongs, because a model collected its source
-        first, all names of this load are.
+        first, all names are that have come so far.
         """
         entry.shared.ordered = True
         known = [name for name in names if name is not None]
-        entry.shared.names |= set(known if len(known) == len(names) else self._load.intake.batch)
+        entry.shared.names |= set(known if len(known) == len(names) else self._load.intake.seen)
 
     def _may_follow(self, entry: Entry, name: str | None, other: str) -> bool:
         """Whether one name may fill what another has filled, as at the first load."""

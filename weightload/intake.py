@@ -409,11 +409,6 @@ class Intake:
         promised = (self.wanted or frozenset()) - self.seen.keys()
         return sorted(name for name in promised if known[name].consumed)
 
-    @property
-    def batch(self) -> list[str]:
-        """The names that came in the load that is going on."""
-        return list(self._batch)
-
     def facts(self) -> dict[str, SourceFact]:
         """Return what is to be known about the names next time.
 

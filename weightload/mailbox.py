@@ -24,13 +24,17 @@ _TICK = 0.005
 
 _ending = threading.Event()
 """Set when the interpreter is about to end."""
+_waiting: set[int] = set()
+"""The threads that wait for an answer."""
 
 
 @atexit.register
 def _end_waits() -> None:
     """Let threads leave the store: one that is in its C++ code then takes the process down."""
     _ending.set()
-    time.sleep(4 * _TICK)
+    deadline = time.monotonic() + 1.0
+    while _waiting and time.monotonic() < deadline:
+        time.sleep(_TICK)
 
 
 class StoreReplica:
@@ -78,9 +82,13 @@ class StoreReplica:
         return found["value"]
 
     def _wait(self, key: str, deadline: float, what: str) -> None:
-        while not self._store.check([key]):
-            if time.monotonic() > deadline or _ending.wait(_TICK):
-                raise TimeoutError(what)
+        _waiting.add(threading.get_ident())
+        try:
+            while not self._store.check([key]):
+                if time.monotonic() > deadline or _ending.wait(_TICK):
+                    raise TimeoutError(what)
+        finally:
+            _waiting.discard(threading.get_ident())
 
 
 def serve_replica(replica: Replica, store: Any, *, stop: threading.Event | None = None) -> None:

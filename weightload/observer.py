@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightload.errors import UnsupportedError, WeightLoadError
 from weightload.ledger import Region, full_region, locate
-from weightload.storage import storage_key
+from weightload.storage import inner_tensors, storage_key
 
 __all__ = [
     "StaleReads",
@@ -175,6 +175,7 @@ class WriteObserver(TorchDispatchMode):
         if self.uses is not None and not (func.is_view or (touched and func in _COPIES)):
             self.uses(name, args, kwargs)
         if not touched:
+            self._tell_wrapped(func, args, kwargs)
             return func(*args, **kwargs)
         for tensor in touched:
             key = storage_key(tensor)
@@ -212,6 +213,15 @@ class WriteObserver(TorchDispatchMode):
         for watched, region in marks:
             self._listener.after_write(watched, region)
         return result
+
+    def _tell_wrapped(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Tell of writes to tensors that hold their data in others, which are watched."""
+        for target in written_by(func, args, kwargs):
+            if storage_key(target) is not None:
+                continue
+            for part in inner_tensors(target).values():
+                for watched in self._by_storage.get(storage_key(part) or 0, ()):
+                    self._listener.before_write(watched, None, part, None)
 
     def _tell_reads(self, op: str, touched: list[torch.Tensor], args: tuple[Any, ...]) -> None:
         for tensor in touched:

@@ -74,7 +74,9 @@ class Processing:
             )
         unit = self.board.unit_of(module)
         self.board.completeness.check_complete(unit, hook)
-        self.run(unit, [hook])
+        # What is packed together is packed in order: a hook may read what the one before it made.
+        before = unit.hooks[: unit.hooks.index(hook)] if role is Role.QUANT else []
+        self.run(unit, [*(one for one in before if one.rule.role is role), hook])
         if not unit.staged and not unit.committed:
             self.board.arrivals.end_of_first(unit)
         return True

@@ -14,7 +14,7 @@ import torch
 
 from weightload.arena import Arena
 from weightload.intake import Intake, pairs_of
-from weightload.wire import BucketWriter, forms_of
+from weightload.wire import ALIGNMENT, BucketWriter, forms_of
 
 __all__ = ["Weights", "is_folder", "operations"]
 
@@ -54,11 +54,15 @@ def operations(
         for name, tensor in weights.items():
             intake.check_pair(name, tensor)
     forms = forms_of(weights) if isinstance(weights, Mapping) else None
-    arena = Arena.create(bucket_bytes or BUCKET_BYTES)
+    nbytes = bucket_bytes or BUCKET_BYTES
+    if isinstance(weights, Mapping):
+        nbytes = min(nbytes, sum(one.nbytes + ALIGNMENT for one in weights.values()))
+    arena = Arena.create(nbytes)
     try:
         writer = BucketWriter(arena.memory, forms=forms)
         where = {"path": arena.path, "nbytes": arena.memory.numel(), "token": arena.token}
         yield "open_buckets", {"where": where, "opening": writer.opening()}
+        arena.unlink()
         for record in writer.fill(pairs_of(weights)):
             yield "load_bucket", {"record": record}
         yield "close_buckets", {"record": writer.closing()}

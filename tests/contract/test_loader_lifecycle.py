@@ -41,6 +41,7 @@ from weightload import (
     open_session,
     start_reload,
 )
+from weightload.testing import Bench, LoadingModel, layers
 
 
 @pytest.fixture(params=COMMITS)
@@ -613,6 +614,25 @@ def test_a_model_may_write_in_a_later_call_what_it_was_given_in_an_earlier_one(c
     with live.refuses(DuplicateWeightError, "layers.0.weight/1", commit=commit) as session:
         for shard in (0, 1, 1):
             session.load({f"layers.0.weight/{shard}": buffer.fill_(shard + 20.0)})
+
+
+def test_a_loader_that_writes_by_index_into_a_tensor_of_other_names_is_refused(commit):
+    """The rows that it fills cannot be told, but that its name never filled any of them can."""
+
+    class Net(LoadingModel):
+        errs = False
+
+        def store(self, name, tensor):
+            super().store(name, tensor)
+            if self.errs and name == "layers.0.weight":
+                super().store("layers.1.weight/0", tensor)
+
+    bench = Bench(lambda: Net(layers.Linear(), layers.ScatteredLinear(packed=False)))
+    bench.model.errs = True
+    session = bench.open(commit=commit)
+    with pytest.raises(UnexpectedWeightError, match=r"layers\.0\.weight.*layers\.1\.weight"):
+        session.load(bench.state(2))
+    bench.check_ended(session)
 
 
 @pytest.mark.holds("C20")

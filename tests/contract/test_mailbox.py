@@ -143,14 +143,14 @@ def test_a_call_that_nobody_answers_does_not_keep_a_process_from_its_end():
     program = """
 import subprocess
 import sys
-import threading
 from torch.distributed import TCPStore
 from weightload import StoreReplica
+from weightload.calling import Lane
 
 store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 store.set("weightload/a/serves", "")
 for _ in range(100):
-    threading.Thread(target=StoreReplica("a", store).pause, daemon=True).start()
+    Lane("a").ask(StoreReplica("a", store).pause)
 while store.add("weightload/a/asked", 0) < 100:
     pass
 """

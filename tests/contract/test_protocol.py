@@ -26,7 +26,7 @@ from weightload import (
     weights_version,
 )
 from weightload.ownership import owner_of
-from weightload.testing import TOYS, Bench, ToyFault, toy_framework
+from weightload.testing import TOYS, Bench, ToyFault, ToyModel, layers, toy_framework
 
 
 @pytest.fixture
@@ -227,6 +227,25 @@ def test_a_loader_may_process_a_layer_as_soon_as_it_is_complete(commit):
     assert bench.framework.calls.count((Role.ATTENTION, second)) == 1
     assert bench.framework.calls.count((Role.QUANT, first.projection)) == ran
     bench.serves = state
+    bench.check_finished(session)
+
+
+@pytest.mark.parametrize("commit", ["stream", "atomic"])
+def test_what_is_packed_together_is_packed_in_order_when_the_last_is_asked_for(commit):
+    """The head shares a weight that the hook of the first layer changes in place."""
+
+    def factory():
+        first = layers.InPlaceLinear()
+        return ToyModel(first, layers.PackedHead(first.weight))
+
+    bench = Bench(factory)
+    session = bench.open(commit=commit)
+    session.load(bench.state(2))
+    head = bench.model.layers[1]
+    assert session.process_quant(head) is (commit == "atomic"), "as a stream it has run already"
+    assert session.process_quant(bench.model.layers[0]) is False
+    session.finish()
+    bench.serves = bench.state(2)
     bench.check_finished(session)
 
 

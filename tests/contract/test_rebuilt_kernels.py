@@ -16,8 +16,23 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional
 
-from weightload import Framework, StorageChangedError, UnsupportedError, WeightLoadSession
-from weightload.testing import Bench, ToyModel, expected, fresh, identical, make_state, outputs
+from weightload import (
+    DuplicateWeightError,
+    Framework,
+    StorageChangedError,
+    UnsupportedError,
+    WeightLoadSession,
+)
+from weightload.testing import (
+    Bench,
+    LoadingModel,
+    ToyModel,
+    expected,
+    fresh,
+    identical,
+    make_state,
+    outputs,
+)
 from weightload.testing.capture import CapturedGraph, check_reloads, damage
 from weightload.testing.kernels import Processed, RebuiltKernelLinear, ScaledTensor
 from weightload.testing.layers import WIDTH, Linear
@@ -330,3 +345,22 @@ def test_a_wrapper_that_loaders_would_have_to_write_to_is_refused():
     ):
         session.load({"layers.1.weight": torch.zeros(WIDTH, WIDTH)})
     assert identical(outputs(model), before)
+
+
+def test_a_late_write_to_a_live_wrapper_is_refused_and_not_lost():
+    """The first layer was processed; then the loader of the second one writes to it once more."""
+
+    class Careless(LoadingModel):
+        errs = False
+
+        def store(self, name, tensor):
+            super().store(name, tensor)
+            if self.errs and name == "layers.1.weight":
+                super().store("layers.0.weight", tensor)
+
+    bench = Bench(lambda: Careless(RebuiltKernelLinear(), Linear()))
+    bench.model.errs = True
+    session = bench.open()
+    with pytest.raises(DuplicateWeightError, match=r"layers\.1\.weight.*layers\.0\.weight"):
+        session.load(bench.state(2))
+    bench.check_ended(session)

@@ -17,7 +17,15 @@ from weightload import (
     poison_of,
     weights_version,
 )
-from weightload.testing import TOYS, Bench, LoadingModel, ToyModel, layers, make_state
+from weightload.testing import (
+    TOYS,
+    Bench,
+    CollectingModel,
+    LoadingModel,
+    ToyModel,
+    layers,
+    make_state,
+)
 from weightload.testing.oracle import check_equal, expected, identical, outputs, toy_framework
 
 COMMITS = ["stream", "atomic"]
@@ -475,6 +483,23 @@ def test_a_part_that_is_written_by_index_does_not_let_the_rest_stay_away_in_an_a
     session.finish()
     state = together(bench.state(1), bench.state(2), ["layers.1.weight/1"])
     check_equal(bench.model, bench.factory, state)
+
+
+@pytest.mark.parametrize("commit", COMMITS)
+def test_a_scale_of_several_does_not_stay_away_from_a_model_that_collects(commit):
+    """The largest of two scales counts. They came in two calls, and nobody knows which wrote what."""
+    factory = lambda: CollectingModel(layers.ScaledLinear(packed=False))  # noqa: E731
+    model, first, new = factory(), make_state(factory, 1), make_state(factory, 2)
+    with WeightLoadSession(model, framework=toy_framework()) as session:
+        for name in first:
+            session.load({name: first[name]})
+    part = {name: one for name, one in new.items() if name != "layers.0.largest/0"}
+    scope = Scope.full(allow_missing=["layers.0.largest/0"])
+    with (
+        pytest.raises(IncompleteLoadError, match=r"largest/0"),
+        WeightLoadSession(model, commit=commit, scope=scope) as session,
+    ):
+        session.load(part)
 
 
 @pytest.mark.parametrize("commit", COMMITS)

@@ -7,6 +7,7 @@ yardstick is what was packed, compared bit for bit.
 
 import copy
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -254,6 +255,10 @@ def test_both_sides_of_an_arena_see_the_same_bytes():
         mine.memory.copy_(torch.arange(1024) % 251)
         assert torch.equal(other.memory, mine.memory)
         assert other.owner_lives()
+        mine.unlink()
+        assert not Path(mine.path).exists(), "nothing would be left of an owner that is killed now"
+        mine.memory.fill_(5)
+        assert bool((other.memory == 5).all()), "and both still see the same"
     finally:
         mine.close(remove=True)
     assert not other.owner_lives()

@@ -71,6 +71,8 @@ def test_a_fault_is_told_in_time_and_the_next_update_is_right(ranks, worker, run
         "transfer_faults", ranks=ranks, worker=worker, timeout=500, environment=ENVIRONMENT
     ).whole()
     assert case.pop("A against B").startswith("tokens differ"), "or else nothing here could fail"
+    assert case.pop("files left") == [], "of trainers that were killed as well"
+    assert case.pop("files seen") > 4
     two = case.pop("two at once")
     assert two["first"] is None
     assert two["verdict"] == "same"

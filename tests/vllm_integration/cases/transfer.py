@@ -7,6 +7,7 @@ import sys
 import tempfile
 from multiprocessing.connection import Listener
 from pathlib import Path
+from typing import ClassVar
 
 import attrs
 from common import checkpoints, fresh, main, start
@@ -24,7 +25,12 @@ class Sender:
     Args:
         llm: the engine that answers what the trainer asks.
         paths: checkpoints that the trainer may read.
+
+    Attributes:
+        arenas: the files through which trainers handed over tensors.
     """
+
+    arenas: ClassVar[list] = []
 
     def __init__(self, llm, *paths):
         self.llm = llm
@@ -59,6 +65,8 @@ class Sender:
     def answer(self, method, args):
         """Ask the engine; a test may have changed, doubled or dropped a message on its way."""
         if method == "init_weight_transfer_engine":
+            if "token" in args[0]:
+                self.arenas.append(args[0]["path"])
             self.llm.init_weight_transfer_engine({"init_info": args[0]})
         elif method == "update_weights":
             for message in self.on_message(args[0]):

@@ -265,6 +265,8 @@ def run(folder, ranks, worker="auto"):
 
     for name, way in ways.items():
         faults(name, way)
+    result["files left"] = [path for path in Sender.arenas if os.path.exists(path)]
+    result["files seen"] = len(Sender.arenas)
     two_at_once(ways["gloo"])
     if ranks == 2:
         result["receiver killed"] = receiver_killed(llm, sender(), ways["gloo"], b_path)

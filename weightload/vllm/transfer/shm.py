@@ -88,6 +88,7 @@ class ShmTrainer(SessionTrainer):
         }
         told = {**where, **self.init_info.for_session()}
         self.ask("init_weight_transfer_engine", "init_weight_transfer_engine", told)
+        self._arena.unlink()
 
     def memory(self) -> torch.Tensor:
         """Return the memory that both see."""
