@@ -38,6 +38,7 @@ class Arrivals:
         self._by_watched: dict[int, Entry] = {}
         self._closed: dict[int, Entry] = {}
         self._live: dict[int, tuple[str, Unit]] = {}
+        self._alone: dict[int, Entry] = {}
         self._ready: dict[int, Unit] = {}
         self._trial: Intake | None = None
         self._left: set[int] = set()
@@ -50,6 +51,11 @@ class Arrivals:
             self._by_watched[id(entry.watched)] = entry
             if entry.staging is not None:
                 self._load.stagings[entry.watched.storage] = entry.staging
+        elif self._load.partial:
+            for part in inner_tensors(entry.tensor).values():
+                watched = self.observer.watch(part)
+                if watched is not None:
+                    self._alone[watched.storage] = entry
 
     def guard(self, unit: Unit) -> None:
         """Refuse writes to the live tensors of a parked ``unit``, and reads once it is done.
@@ -142,6 +148,8 @@ class Arrivals:
         entry = self._by_watched.get(id(watched))
         if entry is None:
             self._refuse_live(watched.storage, write=True)
+            if watched.storage in self._alone:
+                raise self._outside(self._load.intake.current, self._alone[watched.storage])
             return True
         if id(entry) in self._left:
             return False
@@ -211,12 +219,15 @@ class Arrivals:
         else:
             outside = any(meet(region, gap) for gap in gaps)
         if outside:
-            raise UnexpectedWeightError(
-                f"{name!r} was going to fill a part of {entry.names[0]!r} that is not in the "
-                f"scope of this session.",
-                name=name,
-                parameter=entry.names[0],
-            )
+            raise self._outside(name, entry)
+
+    def _outside(self, name: str | None, entry: Entry) -> UnexpectedWeightError:
+        return UnexpectedWeightError(
+            f"{name!r} was going to fill a part of {entry.names[0]!r} that is not in the scope of "
+            f"this session.",
+            name=name,
+            parameter=entry.names[0],
+        )
 
     def _check_placeless(self, intake: Intake, entry: Entry, name: str | None) -> None:
         """Refuse a write to no known place by a name that filled other tensors the last time.

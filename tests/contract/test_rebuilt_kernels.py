@@ -19,7 +19,9 @@ from torch.nn import functional
 from weightload import (
     DuplicateWeightError,
     Framework,
+    Scope,
     StorageChangedError,
+    UnexpectedWeightError,
     UnsupportedError,
     WeightLoadSession,
 )
@@ -363,4 +365,11 @@ def test_a_late_write_to_a_live_wrapper_is_refused_and_not_lost():
     session = bench.open()
     with pytest.raises(DuplicateWeightError, match=r"layers\.1\.weight.*layers\.0\.weight"):
         session.load(bench.state(2))
+    bench.check_ended(session)
+    bench.model.errs = False
+    bench.reload(bench.state(3))
+    bench.model.errs = True
+    session = bench.open(scope=Scope.only(["layers.1.weight"]))
+    with pytest.raises(UnexpectedWeightError, match=r"layers\.1\.weight.*layers\.0\.weight"):
+        session.load({"layers.1.weight": bench.state(4)["layers.1.weight"]})
     bench.check_ended(session)

@@ -208,6 +208,8 @@ def loads(draw, factory, served, known, first, tried, poisoned, *, last=False):
         if brings - brought:
             # Nobody waits for them while a stream is read.
             late |= {DuplicateWeightError, UnexpectedWeightError}
+            if isinstance(model, CollectingModel):
+                late.add(WeightMismatchError)  # nobody knows whose place is gone
 
     cuts = sorted(draw(st.lists(st.integers(0, len(names)), max_size=3)))
     allowed = SOURCES if hasattr(model, "load_weights") else SOURCES[:-1]
