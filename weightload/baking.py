@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -19,6 +21,7 @@ from weightload.record import ObjectState, record_of, remove_record, slots_of
 from weightload.recording import scope_of
 from weightload.scribe import form_of, type_name
 from weightload.session import WeightLoadSession
+from weightload.states import SessionState
 from weightload.storage import Fingerprint, storage_key
 from weightload.tracing import Recorder
 
@@ -42,8 +45,8 @@ def bake(
     Args:
         model: the root module, loaded or not.
         metadata: what the load is going to bring, in its order: a mapping of names to pairs of a
-            shape and a type, or to tensors; or objects with ``name``, ``shape`` and ``dtype``, such
-            as vLLM's ``ParamMeta``. A type may be given by its name.
+            shape and a type, or to tensors; the items of such a mapping; or objects with ``name``,
+            ``shape`` and ``dtype``, such as vLLM's ``ParamMeta``. A type may be given by its name.
         framework: as for :class:`WeightLoadSession`.
 
     Returns:
@@ -57,42 +60,67 @@ def bake(
             values.
     """
     sources = _sources(metadata)
-    before = _Before.of(model)
     session = WeightLoadSession(model, framework=framework)
+    before = _Before.of(model)
     try:
         session.prepare()
         plan: Plan = session.dry_run(lambda board: _Bake(board, model).plan(sources))
         session.abort("a dry run")
     finally:
-        before.restore()
+        if session.state is not SessionState.NEW:  # otherwise somebody else has the model
+            before.restore()
     return plan
 
 
 def _sources(metadata: Mapping[str, Any] | Iterable[Any]) -> Sources:
+    if not isinstance(metadata, Iterable):
+        raise UsageError(
+            f"A load is planned for a mapping of names, or an iterable of what has names, found "
+            f"{type(metadata).__name__}."
+        )
     found: Sources = {}
-    items: Iterable[tuple[Any, Any]] = (
-        metadata.items()
-        if isinstance(metadata, Mapping)
-        else ((getattr(one, "name", None), one) for one in metadata)
-    )
+    items = metadata.items() if isinstance(metadata, Mapping) else map(_named, metadata)
     for name, value in items:
         if isinstance(value, tuple | list) and len(value) == 2:
             shape, dtype = value
-        elif hasattr(value, "shape") and hasattr(value, "dtype"):
-            shape, dtype = value.shape, value.dtype
         else:
-            raise UsageError(
-                f"{name!r} needs a shape and a type to be planned for, found {value!r}."
-            )
+            shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
         if isinstance(dtype, str):
-            dtype = getattr(torch, dtype.removeprefix("torch."), dtype)
-        if not isinstance(name, str) or not isinstance(dtype, torch.dtype) or name in found:
+            dtype = getattr(torch, dtype.removeprefix("torch."), None)
+        if not isinstance(name, str) or not isinstance(dtype, torch.dtype):
             raise UsageError(
-                f"{name!r} of type {dtype!r} cannot be planned for: names are text, and each "
-                f"comes once with a type of torch."
+                f"{_short(name)} cannot be planned for: a name is text, and comes with a shape and "
+                f"a type of torch; found {type(value).__name__}."
             )
-        found[name] = tuple(map(int, shape)), dtype
+        if name in found:
+            raise UsageError(f"{name!r} cannot be planned for twice.")
+        found[name] = _shape(name, shape), dtype
     return found
+
+
+def _named(one: Any) -> tuple[Any, Any]:
+    """Return the name of one item of a list, and what has its shape and type."""
+    if isinstance(one, tuple | list) and len(one) == 2:
+        return one[0], one[1]
+    return getattr(one, "name", None), one
+
+
+def _shape(name: str, shape: Any) -> tuple[int, ...]:
+    try:
+        sizes = tuple(operator.index(size) for size in shape)
+    except TypeError:
+        sizes = (-1,)
+    if min(sizes, default=0) < 0:
+        raise UsageError(f"{name!r} cannot be planned for: {_short(shape)} is no shape.")
+    return sizes
+
+
+def _short(value: Any) -> str:
+    return (
+        reprlib.repr(value)
+        if isinstance(value, str | int | float | tuple | list)
+        else (f"a {type(value).__name__}")
+    )
 
 
 @attrs.define(kw_only=True, eq=False, repr=False)
@@ -170,6 +198,7 @@ class _Bake:
             computed=tuple(name for name in sources if name in computed),
             skipped=tuple(n for n in sources if n not in computed and n not in writes),
             places={name: forms[name] for name in used},
+            owner=self._board.framework.owner,
         )
 
     def _alone(self, sources: Sources, computed: set[str], first: Recorder) -> bool:

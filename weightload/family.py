@@ -6,7 +6,7 @@ embedding, and a trainer sends the weights of both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -49,11 +49,37 @@ class Draft:
         """
         draft = value if isinstance(value, Draft) else cls(model=value)
         model: object = draft.model
+        prefix: object = draft.prefix
         if not isinstance(model, nn.Module):
             raise UsageError(
                 f"A draft is a module or a Draft of one, found {type(model).__name__}."
             )
+        if not isinstance(prefix, str):
+            raise UsageError(f"The prefix of a Draft is text, found {prefix!r}.")
+        if not isinstance(draft.framework, Framework | None):
+            raise UsageError(
+                f"The framework of a Draft is a Framework, found {type(draft.framework).__name__}."
+            )
         return draft
+
+    @classmethod
+    def all_of(cls, values: Iterable[nn.Module | Draft], target: nn.Module) -> list[Draft]:
+        """Return the drafts of a target.
+
+        Raises:
+            UsageError: it is no list of drafts, or a model comes twice.
+        """
+        given: object = values
+        if isinstance(given, nn.Module | Draft) or not isinstance(given, Iterable):
+            raise UsageError(
+                f"drafts is a list of modules or Drafts, found {type(given).__name__}; put one "
+                f"draft into a list."
+            )
+        drafts = [cls.of(value) for value in values]
+        models = [id(target), *(id(draft.model) for draft in drafts)]
+        if len(set(models)) < len(models):
+            raise UsageError("A draft is another model than its target, and comes once.")
+        return drafts
 
 
 class Family(Framework):
@@ -85,6 +111,7 @@ class Family(Framework):
         self.advice = framework.advice
         self.requires_all = framework.requires_all
         self.device = framework.device
+        self.owner = framework.owner
 
     @property
     def roots(self) -> list[nn.Module]:

@@ -25,21 +25,28 @@ import attrs
 
 from weightload.calling import Lane, ask_all
 from weightload.errors import (
-    EngineLostError,
     FleetError,
     UsageError,
     VerificationError,
     WeightLoadError,
 )
-from weightload.outcomes import gather
 from weightload.receipt import Receipt
-from weightload.replica import FleetReceipt, Replica, Standing, Version
+from weightload.replica import (
+    FleetReceipt,
+    Replica,
+    Standing,
+    Standings,
+    Version,
+    go_on,
+    replicas_of,
+    same_version,
+    standings_of,
+    values_of,
+)
 from weightload.scope import Scope
 from weightload.sending import Weights, is_folder, operations
 
 __all__ = ["Fleet"]
-
-Standings = dict[str, Standing]
 
 
 class Fleet:
@@ -49,11 +56,10 @@ class Fleet:
         replicas: the engines. One that was started anew takes the place of the lost one in a new
             fleet; whatever weights it has, an update of all weights brings it to those of the
             others.
-        deadline: seconds within which every engine must have done one step of an update.
+        deadline: seconds within which all engines must have done one step of an update.
         bucket_bytes: how much of the weights is handed over at once, to engines of this machine.
 
     Attributes:
-        deadline: as above; may be changed between updates.
         version: what all of them were last brought to; ``None`` before, and after an update that
             did not reach all.
     """
@@ -65,7 +71,7 @@ class Fleet:
         deadline: float = 600.0,
         bucket_bytes: int | None = None,
     ) -> None:
-        every = list(replicas)
+        every = replicas_of(replicas)
         self._replicas = {replica.name: replica for replica in every}
         if not every or len(self._replicas) != len(every):
             raise UsageError(
@@ -74,14 +80,27 @@ class Fleet:
             )
         self.version: Version | None = None
         self.deadline = deadline
+        if bucket_bytes is not None and (type(bucket_bytes) is not int or bucket_bytes <= 0):
+            raise UsageError(f"bucket_bytes is a number of bytes, found {bucket_bytes!r}.")
         self._bucket_bytes = bucket_bytes
         self._lanes = {name: Lane(name) for name in self._replicas}
         self._turn = threading.Lock()
-        self._left: dict[str, str] = {}
+        self._unsettled: dict[str, _Unsettled] = {}
         self._id = uuid.uuid4().hex
         self._numbers = itertools.count(1)
 
     # ------------------------------------------------------------------ for users
+
+    @property
+    def deadline(self) -> float:
+        """As above; may be changed between updates."""
+        return self._deadline
+
+    @deadline.setter
+    def deadline(self, seconds: float) -> None:
+        if type(seconds) not in (int, float) or not seconds > 0:
+            raise UsageError(f"deadline is a number of seconds, found {seconds!r}.")
+        self._deadline = seconds
 
     def update(
         self,
@@ -93,6 +112,7 @@ class Fleet:
         check_finite: bool = False,
         strict: bool | None = None,
         verify: str | None = None,
+        draft: str | None = None,
     ) -> FleetReceipt:
         """Bring every engine to these weights, or none.
 
@@ -109,15 +129,17 @@ class Fleet:
             check_finite: see there.
             strict: see there.
             verify: see there; then engines also compare digests of what they received.
+            draft: as for :func:`weightload.vllm.reload`.
 
         Raises:
             FleetError: an engine could not follow. If that came before the decision, the others
                 serve what they served; if after it, they serve the new weights; the error says
                 which, for each.
-            UsageError: another update of this fleet is under way.
+            UsageError: another update of this fleet is under way, or an argument is no such.
 
         What an iterable raises reaches the caller as it is, with the same effect.
         """
+        _check(version, scope, draft)
         options = {
             "version": version,
             "commit": commit,
@@ -125,6 +147,7 @@ class Fleet:
             "check_finite": check_finite,
             "strict": strict,
             "verify": verify,
+            "draft": draft,
         }
         began = time.monotonic()
         with self._alone():
@@ -137,7 +160,7 @@ class Fleet:
                 sealed = self._operate("seal", opener=opener)
                 _compare(sealed, everywhere=not is_folder(weights))
             except BaseException as error:
-                self._take_back(error, opener, version)
+                self._take_back(error, opener, version, before)
                 raise
             self.version = None
             try:
@@ -160,25 +183,29 @@ class Fleet:
     def status(self) -> Standings:
         """Ask every engine what it serves."""
         with self._alone():
-            return self._standings()
+            return self._survey()
 
     def abort(self, cause: str = "aborted by the caller") -> Standings:
         """End what an earlier fleet has left open on any engine; return what each has then.
 
-        Engines whose weights are complete compute again, if all of these have the same version.
-        Otherwise the earlier fleet may have been lost while they committed: they stay paused, and
-        an update of all weights makes them one again.
+        Engines whose weights are complete are paused, drop what they had computed, and compute
+        again, if all of these have the same version. Otherwise the earlier fleet may have been
+        lost while they committed: they stay paused, and an update of all weights makes them one
+        again. An engine that refuses to pause is left as it is.
         """
         with self._alone():
             self._insist("abort", lambda replica: replica.call("abort", cause=cause))
-            standings = self._standings()
-            whole = [name for name, each in standings.items() if each.state == "serves"]
-            if len({standings[name].version for name in whole}) == 1:
-                self._insist("resume", lambda replica: replica.resume(), whole)
-            else:
-                why = "it stays paused, because others have another version"
-                for name in whole:
-                    standings[name] = attrs.evolve(standings[name], state="refuses", why=why)
+            standings = self._survey()
+            same = same_version(standings)
+            found = self._insist(
+                "resume", lambda replica: go_on(replica, standings[replica.name], same)
+            )
+            for name, each in found.items():
+                if isinstance(each, Standing):
+                    standings[name] = each
+                elif standings[name].state == "serves":
+                    why = f"it may have stayed paused: {each}"
+                    standings[name] = attrs.evolve(standings[name], why=why)
             return standings
 
     # ------------------------------------------------------------------ before the decision
@@ -189,17 +216,9 @@ class Fleet:
         Raises:
             FleetError: one cannot, and nothing was done.
         """
-        left, self._left = self._left, {}
-        cause = "the update was given up"
-        self._ask(
-            "abort",
-            lambda replica: replica.call("abort", cause=cause, opener=left[replica.name]),
-            left,
-        )
-        standings = self._standings()
+        standings = self._survey()
         for name, standing in standings.items():
             if standing.state in ("lost", "busy"):
-                self._left = left
                 raise _error(
                     f"{name!r} cannot take part, and nothing was begun. Leave it out, or start "
                     f"it anew; Fleet.abort() ends a session that was left behind",
@@ -213,13 +232,36 @@ class Fleet:
             )
         return standings
 
+    def _survey(self) -> Standings:
+        """Ask every engine what it serves, after telling it what it could not be told before.
+
+        One that missed a decision is marked, so that nobody sets it going beside the others.
+        """
+        unsettled = dict(self._unsettled)
+
+        def look(replica: Replica) -> Standing:
+            left = unsettled.get(replica.name)
+            if left is not None:
+                values_of(replica.call("abort", cause=left.cause, opener=left.opener))
+                if left.missed:
+                    values_of(replica.call("poison", cause=left.cause))
+            return Standing.of(replica.call("status"))
+
+        standings = standings_of(self._insist("status", look))
+        for name, standing in standings.items():
+            if standing.state != "lost":
+                self._unsettled.pop(name, None)
+        return standings
+
     def _load(self, weights: Weights, check_finite: bool, opener: str) -> None:
         sent = operations(weights, check_finite=check_finite, bucket_bytes=self._bucket_bytes)
         with closing(sent):
             for operation, arguments in sent:
                 self._operate(operation, opener=opener, **arguments)
 
-    def _take_back(self, error: BaseException, opener: str, version: Version) -> None:
+    def _take_back(
+        self, error: BaseException, opener: str, version: Version, before: Standings
+    ) -> None:
         """Take every engine back to what it served.
 
         Raises:
@@ -227,36 +269,30 @@ class Fleet:
         """
         of_engine = isinstance(error, _ReplicaFailed)
         cause = error.__cause__ if of_engine else error
-        standings = self._let_go(f"{type(cause).__name__}: {cause}", opener)
-        self._remember_left(standings, opener)
+        standings = self._let_go(f"{type(cause).__name__}: {cause}", opener, before)
+        if any(each.state != "serves" for each in standings.values()):
+            self.version = None
         if of_engine:
             raise _error(f"Version {version!r} was taken back: {cause}", standings) from cause
         error.add_note(f"weightload: version {version!r} was taken back. {_listed(standings)}.")
 
-    def _let_go(self, cause: str, opener: str) -> Standings:
-        """End the open session of each engine, and resume those whose weights are complete.
+    def _let_go(self, cause: str, opener: str, before: Standings) -> Standings:
+        """End the open session of each engine, and let those go on that served the same before.
 
-        One that is still at something does that when it is done, whenever that is.
+        One that is still at something does that when it is done, whenever that is: nothing new
+        can begin without it.
         """
+        same = same_version(before)
 
         def settle(replica: Replica) -> Standing:
             replica.call("abort", cause=cause, opener=opener)
-            standing = Standing.of(replica.call("status"))
-            if standing.state == "serves":
-                replica.resume()
-            return standing
+            return go_on(replica, Standing.of(replica.call("status")), same)
 
-        found = self._insist("abort", settle)
-        return {
-            name: each if isinstance(each, Standing) else Standing.of(each)
-            for name, each in found.items()
-        }
-
-    def _remember_left(self, standings: Standings, opener: str) -> None:
-        """Note on which engines a session of this update may be open still."""
+        standings = standings_of(self._insist("abort", settle))
         for name, standing in standings.items():
             if standing.state in ("lost", "busy"):
-                self._left[name] = opener
+                self._unsettled[name] = _Unsettled(opener, cause, missed=False)
+        return standings
 
     # ------------------------------------------------------------------ after the decision
 
@@ -276,41 +312,26 @@ class Fleet:
 
         def finish(replica: Replica) -> list[Receipt]:
             outcomes = replica.call("finish", opener=opener)
-            return [Receipt.from_plain(plain) for plain in gather(outcomes)]
+            return [Receipt.from_plain(plain) for plain in values_of(outcomes)]
 
         receipts = ask("finish", finish, self._replicas)
         published = ask("publish", lambda replica: replica.publish(version), receipts)
-        causes = {
-            name: f"version {version!r} was missed: {error}"
-            for name, error in failed.items()
-            if self._may_answer(name, error)
-        }
-        self._insist(
-            "poison", lambda replica: replica.call("poison", cause=causes[replica.name]), causes
-        )
+        for name, error in failed.items():
+            cause = f"version {version!r} was missed: {error}"
+            self._unsettled[name] = _Unsettled(opener, cause, missed=True)
         ask("resume", lambda replica: replica.resume(), published)
         if not failed:
             return {name: receipts[name] for name in self._replicas}
-        standings = self._standings()
+        standings = self._survey()
         for name, standing in standings.items():
-            if name not in failed:
-                standings[name] = attrs.evolve(standing, new=True)
-            elif standing.state == "serves" and name in published:
-                why = f"it may have stayed paused: {failed[name]}"
+            if standing.state == "serves":
+                why = f"it may have stayed paused: {failed[name]}" if name in failed else None
                 standings[name] = attrs.evolve(standing, new=True, why=why)
-            elif standing.state == "serves":
-                why = f"it stays paused: {failed[name]}"
-                standings[name] = Standing(state="refuses", why=why)
-        self._remember_left(standings, opener)
         names = ", ".join(map(repr, failed))
         first = next(iter(failed.values()))
         raise _error(
             f"Version {version!r} was agreed upon, and missed by {names}: {first}", standings
         ) from first
-
-    def _may_answer(self, name: str, error: BaseException) -> bool:
-        """Whether an engine that failed can be asked for something."""
-        return not self._lanes[name].busy and not isinstance(error, EngineLostError)
 
     # ------------------------------------------------------------------ asking
 
@@ -359,11 +380,7 @@ class Fleet:
         raise _ReplicaFailed from first
 
     def _operate(self, operation: str, **arguments: Any) -> dict[str, list[Any]]:
-        return self._all(operation, lambda replica: gather(replica.call(operation, **arguments)))
-
-    def _standings(self) -> Standings:
-        found = self._insist("status", lambda replica: replica.call("status"))
-        return {name: Standing.of(each) for name, each in found.items()}
+        return self._all(operation, lambda replica: values_of(replica.call(operation, **arguments)))
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -377,6 +394,30 @@ class Fleet:
 
 class _ReplicaFailed(Exception):
     """An engine could not do what it was asked for; its error is the cause."""
+
+
+@attrs.frozen
+class _Unsettled:
+    """What is to be said to an engine that could not be asked when an update ended.
+
+    Attributes:
+        opener: of the session that may be open on it.
+        cause: why that has to end.
+        missed: whether others have the weights that it was to get.
+    """
+
+    opener: str
+    cause: str
+    missed: bool = attrs.field(kw_only=True)
+
+
+def _check(version: Any, scope: Any, draft: Any) -> None:
+    if not isinstance(version, str | int) or isinstance(version, bool):
+        raise UsageError(f"version is a string or a number, found {version!r}.")
+    if not isinstance(scope, Scope | None):
+        raise UsageError(f"scope is a weightload.Scope, found {type(scope).__name__}.")
+    if not isinstance(draft, str | None):
+        raise UsageError(f"draft is the beginning of names, found {draft!r}.")
 
 
 def _compare(sealed: dict[str, list[Any]], *, everywhere: bool) -> None:

@@ -35,10 +35,13 @@ class Framework:
         device: where tensors that were constructed without data get their memory.
         requires_all: whether the first load must bring every parameter; ``False`` if the
             framework checks that itself.
+        owner: rank of this process, and how many there are, where each has a part of the model; a
+            plan of one is refused by another. ``None``: not checked.
         advice: what to tell a user whose model was not loaded through a session.
     """
 
     requires_all = True
+    owner: tuple[int, int] | None = None
     advice = "Load the model through a session from the start."
 
     def __init__(self, registry: ModuleRegistry | None = None) -> None:

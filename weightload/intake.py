@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from weightload.errors import (
     DuplicateWeightError,
     UnexpectedWeightError,
+    UsageError,
     WeightMismatchError,
     name_some,
 )
@@ -19,8 +20,8 @@ from weightload.lanes import Lane
 from weightload.record import SourceFact
 from weightload.scope import Scope
 from weightload.scribe import Scribe
-from weightload.storage import storage_key
-from weightload.transport import Loan, Loans, extent_of
+from weightload.storage import extent_of, storage_key
+from weightload.transport import Loan, Loans
 from weightload.verifying import Verification
 
 __all__ = ["Intake", "finite", "pairs_of", "unpack", "wide_floats"]
@@ -48,7 +49,16 @@ def finite(tensor: torch.Tensor) -> bool:
 
 
 def pairs_of(weights: Mapping[str, torch.Tensor] | Iterable[Pair]) -> Iterable[Pair]:
-    """Return name and tensor pairs, whatever kind of source was given."""
+    """Return name and tensor pairs, whatever kind of source was given.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if not isinstance(weights, Iterable):
+        raise UsageError(
+            f"Weights are a mapping of names to tensors, or an iterable of (name, tensor) pairs; "
+            f"found {type(weights).__name__}."
+        )
     return weights.items() if isinstance(weights, Mapping) else weights
 
 

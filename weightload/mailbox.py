@@ -11,6 +11,7 @@ import atexit
 import json
 import threading
 import time
+import uuid
 from typing import Any
 
 from weightload.errors import WeightLoadError
@@ -22,10 +23,13 @@ __all__ = ["StoreReplica", "serve_replica"]
 _TICK = 0.005
 """Seconds between two looks into the store; it is polled, because a wait would hold its lock."""
 
+_PATIENCE = 5.0
+"""Seconds between the number of a question and the question, before it is held to never come."""
+
 _ending = threading.Event()
 """Set when the interpreter is about to end."""
 _waiting: set[int] = set()
-"""The threads that wait for an answer."""
+"""The threads that look into a store."""
 
 
 @atexit.register
@@ -60,7 +64,7 @@ class StoreReplica:
         """Compute nothing from now on."""
         self._ask("pause")
 
-    def publish(self, version: Version) -> None:
+    def publish(self, version: Version | None) -> None:
         """Drop what was computed with the old weights, and take the version over."""
         self._ask("publish", version=version)
 
@@ -71,8 +75,9 @@ class StoreReplica:
     def _ask(self, step: str, **arguments: Any) -> Any:
         deadline = time.monotonic() + self._timeout
         self._wait(_key(self.name, "serves"), deadline, f"{self.name!r} is not there for {step!r}")
+        text = json.dumps([step, arguments])
         number = self._store.add(_key(self.name, "asked"), 1)
-        self._store.set(_key(self.name, "ask", number), json.dumps([step, arguments]))
+        self._store.set(_key(self.name, "ask", number), text)
         answer = _key(self.name, "answer", number)
         self._wait(answer, deadline, f"{self.name!r} has not answered {step!r}")
         found = json.loads(self._store.get(answer))
@@ -94,7 +99,8 @@ class StoreReplica:
 def serve_replica(replica: Replica, store: Any, *, stop: threading.Event | None = None) -> None:
     """Do what a :class:`StoreReplica` of this name asks for, until ``stop`` is set.
 
-    What was asked before is left alone: it was meant for a process that is gone.
+    What was asked before is left alone: it was meant for a process that is gone. A question that
+    is announced and does not come is left out after some seconds: who asked has ended.
 
     Args:
         replica: the engine of this process, such as a :class:`weightload.vllm.LocalReplica`.
@@ -102,22 +108,39 @@ def serve_replica(replica: Replica, store: Any, *, stop: threading.Event | None 
         stop: ends it; without it, it goes on for ever.
     """
     number = store.add(_key(replica.name, "asked"), 0) + 1
-    store.set(_key(replica.name, "serves"), "")
-    while not _ending.is_set() and (stop is None or not stop.is_set()):
-        ask = _key(replica.name, "ask", number)
-        if not store.check([ask]):
+    serves, mine = _key(replica.name, "serves"), uuid.uuid4().hex
+    store.set(serves, mine)
+    _waiting.add(threading.get_ident())
+    announced_at = None
+    try:
+        while not _ending.is_set() and (stop is None or not stop.is_set()):
+            ask = _key(replica.name, "ask", number)
+            if store.check([ask]):
+                text = store.get(ask)
+                store.delete_key(ask)
+                store.set(_key(replica.name, "answer", number), _answer(replica, text))
+                number, announced_at = number + 1, None
+                continue
+            announced = store.add(_key(replica.name, "asked"), 0) >= number
+            announced_at = (announced_at or time.monotonic()) if announced else None
+            if announced_at and time.monotonic() - announced_at > _PATIENCE:
+                number, announced_at = number + 1, None
             time.sleep(_TICK)
-            continue
-        step, arguments = json.loads(store.get(ask))
-        store.delete_key(ask)
-        try:
-            answer = {"value": _plain(getattr(replica, step)(**arguments))}
-        except Exception as error:
-            known = error if isinstance(error, WeightLoadError) else None
-            text = f"{type(error).__name__}: {error}"
-            answer = {"raised": (known or WeightLoadError(text)).to_plain()}
-        store.set(_key(replica.name, "answer", number), json.dumps(answer))
-        number += 1
+    finally:
+        # Another one may have taken its place.
+        if store.check([serves]) and store.get(serves).decode() == mine:
+            store.delete_key(serves)
+        _waiting.discard(threading.get_ident())
+
+
+def _answer(replica: Replica, asked: bytes) -> str:
+    try:
+        step, arguments = json.loads(asked)
+        return json.dumps({"value": _plain(getattr(replica, step)(**arguments))})
+    except Exception as error:
+        known = error if isinstance(error, WeightLoadError) else None
+        text = f"{type(error).__name__}: {error}"
+        return json.dumps({"raised": (known or WeightLoadError(text)).to_plain()}, default=repr)
 
 
 def _plain(value: Any) -> Any:

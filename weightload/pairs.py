@@ -9,7 +9,7 @@ from __future__ import annotations
 import attrs
 import torch
 
-from weightload.storage import describe_change, inner_tensors, storage_key
+from weightload.storage import describe_change, extent_of, inner_tensors, storage_key
 
 __all__ = ["Pairs", "same_bits"]
 
@@ -55,7 +55,7 @@ class Pairs:
         key = storage_key(live)
         if key is None or not live.numel() or live.is_meta:
             return None
-        pair = _Pair(live, live, where, _extent(live))
+        pair = _Pair(live, live, where, extent_of(live))
         problem = self._conflict(key, pair)
         if problem is None:
             self._enter(key, pair, copied=False)
@@ -83,7 +83,7 @@ class Pairs:
             return self._add_parts(live, new, parts, others, where)
         key = storage_key(live)
         if key is not None and live.numel() and not live.is_meta:
-            pair = _Pair(live, new, where, _extent(live))
+            pair = _Pair(live, new, where, extent_of(live))
             problem = self._conflict(key, pair)
             if problem is not None:
                 return problem
@@ -168,14 +168,6 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def _extent(tensor: Tensor) -> tuple[int, int]:
-    """Return the first byte that ``tensor`` covers in its storage, and the one after its last."""
-    size = tensor.element_size()
-    first = int(tensor.storage_offset()) * size
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return first, first + (sum((n - 1) * step for n, step in steps) + 1) * size
-
-
 def _meet(one: _Pair, two: _Pair) -> bool:
     return one.extent[0] < two.extent[1] and two.extent[0] < one.extent[1]
 
@@ -190,7 +182,7 @@ def _agree(one: _Pair, two: _Pair) -> bool:
     key = storage_key(one.new)
     if key is not None and key == storage_key(two.new):
         # The new tensors overlap as the live ones do.
-        begins = [_extent(pair.new)[0] - pair.extent[0] for pair in (one, two)]
+        begins = [extent_of(pair.new)[0] - pair.extent[0] for pair in (one, two)]
         if begins[0] == begins[1]:
             return True
     begin = min(one.extent[0], two.extent[0]) // _ALIGNMENT * _ALIGNMENT

@@ -7,6 +7,7 @@ a source, over the tensor that loaders see in the case of a target.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -105,6 +106,7 @@ class Plan:
             to go through the loaders as a whole.
         skipped: names that nothing took, such as experts of other ranks.
         places: qualified name and form, in checkpoint format, of every tensor that is written.
+        owner: rank that it was made on, and how many there are; ``None`` if nobody has said so.
     """
 
     sources: dict[str, Form]
@@ -112,6 +114,7 @@ class Plan:
     computed: tuple[str, ...]
     skipped: tuple[str, ...]
     places: dict[str, Form]
+    owner: tuple[int, int] | None = None
 
     def reads(self, name: str) -> list[View]:
         """Return the parts of a source that have to be fetched, without repetition.
@@ -152,27 +155,39 @@ class Plan:
             "computed": list(self.computed),
             "skipped": list(self.skipped),
             "places": {name: _plain_form(form) for name, form in self.places.items()},
+            "owner": None if self.owner is None else list(self.owner),
         }
 
     @classmethod
-    def from_plain(cls, data: dict[str, Any]) -> Plan:
+    def from_plain(cls, data: Any) -> Plan:
         """Make a plan again from what :meth:`to_plain` gave.
 
         Raises:
-            UsageError: it was written in another layout.
+            UsageError: it was written in another layout, or is damaged.
         """
-        if data.get("format") != FORMAT:
+        found = data.get("format") if isinstance(data, dict) else type(data).__name__
+        if found != FORMAT:
             raise UsageError(
-                f"The plan has format {data.get('format')!r}, this version reads {FORMAT}. Make it "
-                f"again with bake()."
+                f"The plan has format {found!r}, this version reads {FORMAT}. Make it again with "
+                f"bake()."
             )
-        return cls(
-            sources={name: _form(form) for name, form in data["sources"].items()},
-            writes={name: tuple(map(_write, writes)) for name, writes in data["writes"].items()},
-            computed=tuple(data["computed"]),
-            skipped=tuple(data["skipped"]),
-            places={name: _form(form) for name, form in data["places"].items()},
-        )
+        try:
+            return cls(
+                sources={_text(name): _form(form) for name, form in data["sources"].items()},
+                writes={
+                    _text(name): tuple(map(_write, writes))
+                    for name, writes in data["writes"].items()
+                },
+                computed=_texts(data["computed"]),
+                skipped=_texts(data["skipped"]),
+                places={_text(name): _form(form) for name, form in data["places"].items()},
+                owner=_owner(data["owner"]),
+            )
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise UsageError(
+                f"The plan cannot be read ({type(error).__name__}: {error}). Make it again with "
+                f"bake()."
+            ) from error
 
 
 def _plain_view(view: View) -> list[Any]:
@@ -183,18 +198,46 @@ def _plain_form(form: Form) -> list[Any]:
     return [list(form.shape), list(form.stride), form.dtype]
 
 
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{type(value).__name__} where text belongs")
+    return value
+
+
+def _texts(values: list[Any]) -> tuple[str, ...]:
+    if not isinstance(values, list | tuple):
+        raise TypeError(f"{type(values).__name__} where a list belongs")
+    return tuple(map(_text, values))
+
+
+def _sizes(values: list[Any]) -> tuple[int, ...]:
+    return tuple(map(operator.index, values))
+
+
+def _owner(data: list[Any] | None) -> tuple[int, int] | None:
+    if data is None:
+        return None
+    rank, size = _sizes(data)
+    return rank, size
+
+
 def _view(data: list[Any]) -> View:
     offset, shape, stride, dtype = data
-    return View(offset=offset, shape=tuple(shape), stride=tuple(stride), dtype=dtype)
+    return View(
+        offset=operator.index(offset),
+        shape=_sizes(shape),
+        stride=_sizes(stride),
+        dtype=_text(dtype),
+    )
 
 
 def _write(data: list[Any]) -> Write:
     source, module, tensor, target = data
-    number = not isinstance(source, list | tuple)
+    number = isinstance(source, int | float)
     return Write(
         source=None if number else _view(source),
-        module=module,
-        tensor=tensor,
+        module=_text(module),
+        tensor=_text(tensor),
         target=_view(target),
         value=source if number else None,
     )
@@ -202,4 +245,4 @@ def _write(data: list[Any]) -> Write:
 
 def _form(data: list[Any]) -> Form:
     shape, stride, dtype = data
-    return Form(shape=tuple(shape), stride=tuple(stride), dtype=dtype)
+    return Form(shape=_sizes(shape), stride=_sizes(stride), dtype=_text(dtype))

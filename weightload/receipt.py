@@ -80,7 +80,7 @@ class Receipt:
         hooks_run: how many post-processing hooks ran.
         staging_peak_bytes: most memory that staging held at once.
         verified: what was compared, if that was asked for: ``mode``, ``tensors``, ``units``,
-            ``nbytes``, and ``digest`` of what was received.
+            ``nbytes``, and ``digest`` of what was received, ``None`` if a plan was replayed.
         seconds: time spent in each phase.
         layer_seconds: time spent in processing and committing each unit.
         rank: rank of the process that made this receipt.

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 
 from weightload.board import Board
+from weightload.bounds import check_bounds
 from weightload.errors import IncompleteLoadError, UsageError, WeightMismatchError, name_some
 from weightload.intake import Intake, finite
 from weightload.plan import Form, Plan, View, Write
@@ -66,9 +67,20 @@ def replay(
         settle: called after each name, to process what has become complete.
         load: gives whole tensors to the model's loaders.
     """
+    if not isinstance(plan, Plan):
+        raise UsageError(f"A replay needs a Plan, made by bake(), found {type(plan).__name__}.")
+    if not isinstance(fetch, Mapping) and not callable(fetch):
+        raise UsageError(
+            f"fetch is a function of a name and a view, or a mapping of tensors, found "
+            f"{type(fetch).__name__}."
+        )
+    _check_owner(plan, board.framework.owner)
+    places = _places(board, plan)
+    check_bounds(plan)
     if isinstance(fetch, Mapping):
         fetch = fetch_from(fetch, plan)
-    places = _places(board, plan)
+    if intake.verification is not None:
+        intake.verification.in_parts = True
     for name in (*plan.writes, *plan.computed):
         form = plan.sources[name]
         intake.check_form(name, form.shape, _dtype(form.dtype))
@@ -87,6 +99,18 @@ def replay(
         load(_whole(plan, fetch))
     settle()
     intake.current = None
+
+
+def _check_owner(plan: Plan, owner: tuple[int, int] | None) -> None:
+    """Refuse the plan of another rank, whose tensors may have the same shapes."""
+    if plan.owner is None or owner is None or plan.owner == owner:
+        return
+    raise UsageError(
+        f"The plan was made on rank {plan.owner[0]} of {plan.owner[1]}, and this is rank {owner[0]} "
+        f"of {owner[1]}, which takes other parts. Bake it on this rank.",
+        expected=plan.owner,
+        found=owner,
+    )
 
 
 def _places(board: Board, plan: Plan) -> dict[str, torch.Tensor]:
@@ -132,6 +156,11 @@ def _fetched(intake: Intake, fetch: Fetch, name: str, view: View) -> torch.Tenso
     except BaseException as error:
         intake.source_error = error
         raise
+    if not isinstance(part, torch.Tensor):
+        raise WeightMismatchError(
+            f"The part of {name!r} that was fetched is no tensor but {type(part).__name__}.",
+            name=name,
+        )
     if tuple(part.shape) != view.shape or part.dtype != _dtype(view.dtype):
         raise WeightMismatchError(
             f"The part of {name!r} that was fetched has shape {tuple(part.shape)} and type "

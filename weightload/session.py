@@ -43,7 +43,7 @@ from weightload.registry import Role
 from weightload.replaying import Fetch
 from weightload.scope import Scope
 from weightload.states import Event, SessionState
-from weightload.transport import Loans, Transport, buffers_of
+from weightload.transport import Buffers, Loans, Transport, buffers_of
 from weightload.verifying import Verification, Verify
 
 __all__ = ["WeightLoadSession"]
@@ -150,7 +150,7 @@ class WeightLoadSession:
         self._publish = tuple(publish)
         self._veto = tuple(veto)
         self._framework = framework
-        self._drafts = [Draft.of(draft) for draft in drafts]
+        self._drafts = Draft.all_of(drafts, model)
         self._family: Family | None = None
         self._kind = "reload"
         self._board: Board | None = None
@@ -239,13 +239,14 @@ class WeightLoadSession:
             ProcessingError: a hook of a layer that became complete raised.
             UnsupportedError: the model keeps a tensor in a form that cannot be copied for it, such
                 as a numpy array.
-            UsageError: ``transport`` is no tensor and no list of tensors.
+            UsageError: ``transport`` is no tensor with memory and no list of such tensors. The
+                session is as it was then.
 
-        What the source raises reaches the caller as it is. After any exception the session has
-        ended; ``state`` says whether the model is intact.
+        What the source raises reaches the caller as it is. After any other exception of a call
+        that is allowed the session has ended; ``state`` says whether the model is intact.
         """
         with self._gate.call("load", Event.LOAD):
-            loans = self._loans(transport, each=not isinstance(weights, Collection))
+            loans = self._loans(buffers_of(transport), each=not isinstance(weights, Collection))
             self._gate.move(Event.LOAD)
             self._lane.single_stream = single_stream
             with self._failing("load"), self._loading() as board, self._lending(loans):
@@ -284,6 +285,7 @@ class WeightLoadSession:
             single_stream: as for :meth:`load`.
         """
         with self._gate.call("load_through", Event.LOAD):
+            buffers = buffers_of(transport) if exact else []
             self._gate.move(Event.LOAD)
             self._intake.lenient = not exact
             self._lane.single_stream = single_stream
@@ -294,7 +296,7 @@ class WeightLoadSession:
 
             def load_weights(weights: Weights, *args: Any, **kwargs: Any) -> Any:
                 each = not isinstance(weights, Collection)
-                loans = self._loans(transport if exact else (), each=each)
+                loans = self._loans(buffers, each=each)
                 with self._lending(loans):
                     feed = self._feed(pairs_of(weights), loans)
                     rest = _unless_empty(feed)
@@ -331,7 +333,8 @@ class WeightLoadSession:
 
         Raises:
             CheckpointError: as for :meth:`load`.
-            UsageError: the plan was made on a model of another form.
+            UsageError: the plan was made on a model of another form or by another rank, or leaves
+                its tensors.
         """
         with self._gate.call("replay", Event.LOAD):
             self._gate.move(Event.LOAD)
@@ -384,7 +387,7 @@ class WeightLoadSession:
 
         Returns:
             What ranks compare before they go on: ``names``, how many came, and ``digest`` of what
-            came, with ``verify``.
+            came, with ``verify`` and without :meth:`replay`.
 
         Raises:
             InvalidTransitionError: the session is not prepared, or has ended.
@@ -629,9 +632,9 @@ class WeightLoadSession:
         with ownership.entered(self), board.framework.ambient(self.model), self._lane.entered():
             yield
 
-    def _loans(self, transport: Transport, *, each: bool) -> Loans:
+    def _loans(self, buffers: Buffers | None, *, each: bool) -> Loans:
         return Loans(
-            buffers=buffers_of(transport),
+            buffers=buffers,
             each=each,
             places=self._places,
             guarded=self._opened().arrivals.observer.guarded,

@@ -22,6 +22,7 @@ __all__ = [
     "Fingerprint",
     "TensorSpec",
     "describe_change",
+    "extent_of",
     "inner_tensors",
     "make_twins",
     "new_group",
@@ -54,6 +55,14 @@ def storage_key(tensor: Tensor) -> int | None:
         return key
     except (NotImplementedError, RuntimeError, ValueError):
         return None
+
+
+def extent_of(tensor: Tensor) -> tuple[int, int]:
+    """Return the first byte of a strided tensor in its storage, and the byte after the last."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = int(sum((size - 1) * step for size, step in steps)) if tensor.numel() else -1
+    start = int(tensor.storage_offset()) * tensor.element_size()
+    return start, start + (last + 1) * tensor.element_size()
 
 
 def inner_tensors(tensor: Tensor) -> dict[str, Tensor]:

@@ -20,12 +20,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from weightload.errors import UnsupportedError, UsageError
 from weightload.frames import local_values
 from weightload.holders import CAN_COUNT, find_views, is_held, uses_inside
-from weightload.storage import storage_key
+from weightload.storage import extent_of, storage_key
 
-__all__ = ["Loan", "Loans", "Transport", "buffers_of", "extent_of"]
+__all__ = ["Buffers", "Loan", "Loans", "Transport", "buffers_of"]
 
 Tensor = torch.Tensor
 Transport = Tensor | Iterable[Tensor] | None
+Buffers = list[tuple[torch.device, int, int]]
+"""Device, first address and end of each buffer."""
 
 _FLOOR = ("weightload.session", "weightload.preflight")
 """The modules that call a model's loaders: no frame below holds what was lent."""
@@ -36,19 +38,11 @@ _CAN_LEND = CAN_COUNT and hasattr(torch._C, "_to_dlpack") and hasattr(torch._C, 
 """Whether it can be told who holds what was lent. If not, everything is copied."""
 
 
-def extent_of(tensor: Tensor) -> tuple[int, int]:
-    """Return the first byte of a strided tensor in its storage, and the byte after the last."""
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    last = int(sum((size - 1) * step for size, step in steps)) if tensor.numel() else -1
-    start = int(tensor.storage_offset()) * tensor.element_size()
-    return start, start + (last + 1) * tensor.element_size()
-
-
-def buffers_of(transport: Transport) -> list[tuple[torch.device, int, int]] | None:
-    """Return device, first address and end of each buffer; ``None`` if everything is lent.
+def buffers_of(transport: Transport) -> Buffers | None:
+    """Return where each buffer lies; ``None`` if everything is lent.
 
     Raises:
-        UsageError: it is neither a tensor, nor an iterable of tensors, nor ``None``.
+        UsageError: it is neither a tensor with memory, nor an iterable of them, nor ``None``.
     """
     if transport is None:
         return None
@@ -65,6 +59,11 @@ def buffers_of(transport: Transport) -> list[tuple[torch.device, int, int]] | No
                 f"{type(buffer).__name__}."
             )
         storage = buffer.untyped_storage()
+        if not storage.nbytes():
+            raise UsageError(
+                "transport names the tensors whose memory is reused, found one without memory; "
+                "pass [] if nothing is reused."
+            )
         start = storage.data_ptr()
         found.append((buffer.device, start, start + storage.nbytes()))
     return found
@@ -105,7 +104,7 @@ class Loans:
         nbytes: size of what was copied.
     """
 
-    buffers: list[tuple[torch.device, int, int]] | None
+    buffers: Buffers | None
     each: bool
     places: Callable[[], Iterable[Tensor]] = tuple
     guarded: dict[int, Callable[[Tensor], None]] = attrs.field(factory=dict)

@@ -35,6 +35,7 @@ class Verification:
         tensors: how many tensors were compared, or parts of them.
         units: how many units were processed a second time.
         nbytes: how many live bytes were compared.
+        in_parts: whether parts of sources came, of which each rank gets others.
     """
 
     mode: Verify
@@ -43,6 +44,7 @@ class Verification:
     tensors: int = 0
     units: int = 0
     nbytes: int = 0
+    in_parts: bool = False
     _kinds: set[str] = attrs.field(factory=set)
     _sent: dict[int, tuple[Entry, dict[Region, int]]] = attrs.field(factory=dict)
     _problems: list[str] = attrs.field(factory=list)
@@ -113,7 +115,12 @@ class Verification:
             )
 
     @property
-    def digest(self) -> str:
-        """One text for everything that was looked at of what came, the same on ranks that agree."""
+    def digest(self) -> str | None:
+        """One text for everything that was looked at of what came, the same on ranks that agree.
+
+        ``None`` where parts came, which ranks that agree do not have in common.
+        """
+        if self.in_parts:
+            return None
         text = repr(sorted(self.received.items()))
         return f"{zlib.crc32(text.encode()):08x}-{len(self.received)}"

@@ -43,20 +43,20 @@ def start_engine(model, dtype):
     """Start an engine on the weights that the model has now."""
     from vllm import LLM
 
-    folder = tempfile.mkdtemp(prefix="rl-loop-")
-    model.to(dtype).save_pretrained(folder)
-    model.float()
-    return LLM(
-        folder,
-        dtype=str(dtype).removeprefix("torch."),
-        load_format="weightload",
-        worker_extension_cls="weightload.vllm.WorkerExtension",
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        max_model_len=64,
-        max_num_seqs=32,
-        seed=0,
-    )
+    with tempfile.TemporaryDirectory(prefix="rl-loop-") as folder:
+        model.to(dtype).save_pretrained(folder)
+        model.float()
+        return LLM(
+            folder,
+            dtype=str(dtype).removeprefix("torch."),
+            load_format="weightload",
+            worker_extension_cls="weightload.vllm.WorkerExtension",
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            max_model_len=64,
+            max_num_seqs=32,
+            seed=0,
+        )
 
 
 def sample(engine, prompts, step):

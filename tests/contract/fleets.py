@@ -98,6 +98,7 @@ class ToyReplica:
     Attributes:
         paused: whether it computes nothing.
         version: what it says that it has.
+        cache: the checkpoint that it has kept results of, ``None`` if of none.
         log: every step that it was asked for.
     """
 
@@ -106,8 +107,10 @@ class ToyReplica:
         self.ranks = [ToyRank(rank) for rank in range(ranks)]
         self.paused = False
         self.version = 1
+        self.cache = 1
         self.log = []
         self.dead = False
+        self.cut_off = False
         self.awake = threading.Event()
         self._faults = []
 
@@ -117,7 +120,8 @@ class ToyReplica:
         Args:
             step: an operation, ``"pause"``, ``"publish"`` or ``"resume"``.
             kind: ``"fails"`` in the last rank; the ``"call is lost"``, or the ``"answer is
-                lost"``; it ``"hangs"``; it ``"dies before"`` or ``"dies after"`` it.
+                lost"``, or with it everything until it is mended, ``"cut off before"`` or ``"cut
+                off after"``; it ``"hangs"``; it ``"dies before"`` or ``"dies after"`` it.
             countdown: how many of these steps go well.
         """
         self._faults.append((step, kind, countdown))
@@ -126,6 +130,7 @@ class ToyReplica:
     def mend(self):
         """Let everything go well from now on, and whoever hangs go on."""
         self._faults = []
+        self.cut_off = False
         self.awake.set()
         for rank in self.ranks:
             rank.mend()
@@ -143,10 +148,18 @@ class ToyReplica:
         return [_plain(outcome) for outcome in self.call(operation, **arguments)]
 
     def pause(self):
-        self._step("pause", lambda: setattr(self, "paused", True))
+        def act():
+            self.serves()
+            self.paused = True
+
+        self._step("pause", act)
 
     def publish(self, version):
-        self._step("publish", lambda: setattr(self, "version", version))
+        def act():
+            self.cache = None
+            self.version = self.version if version is None else version
+
+        self._step("publish", act)
 
     def resume(self):
         self._step("resume", lambda: setattr(self, "paused", False))
@@ -156,7 +169,9 @@ class ToyReplica:
             raise EngineLostError("its process has ended", model_intact=False)
         self.log.append(step)
         kind = self._due(step)
-        if kind == "call is lost":
+        if kind == "cut off before":
+            self.cut_off = True
+        if kind == "call is lost" or self.cut_off:
             raise ConnectionError("connection reset")
         if kind == "dies before":
             self._die()
@@ -167,7 +182,8 @@ class ToyReplica:
                 broken()
             self.ranks[-1].fail(step)
         value = act()
-        if kind == "answer is lost":
+        self.cut_off = kind == "cut off after"
+        if kind == "answer is lost" or self.cut_off:
             raise ConnectionError("connection reset")
         if kind == "dies after":
             self._die()
@@ -193,7 +209,8 @@ class ToyReplica:
         """Return the number of the checkpoint that it serves, ``None`` if it refuses.
 
         Raises:
-            AssertionError: it serves something else, such as a mixture.
+            AssertionError: it serves something else, such as a mixture, or what it has kept of
+                other weights.
         """
         models = [rank.live.model for rank in self.ranks]
         if self.dead or self.paused or any(poison_of(model) for model in models):
@@ -206,6 +223,8 @@ class ToyReplica:
                     rank.live.equals(state)
             except AssertionError:
                 continue
+            assert self.cache in (None, number), f"{self.name} serves caches of {self.cache}"
+            self.cache = number
             return number
         raise AssertionError(f"{self.name} serves no checkpoint as a whole")
 

@@ -2,15 +2,18 @@
 
 The damage shown: a model that was put into the form that loaders expect, and not back; loaders that
 somebody else had put on parameters, taken for one's own and lost; a plan that names a part of a
-source that goes elsewhere, or leaves out what a loader computes.
+source that goes elsewhere, or leaves out what a loader computes; a plan that was damaged on its way, or
+is that of another rank, and writes where it must not.
 """
 
 import json
 import pickle
 from types import SimpleNamespace
 
+import attrs
 import pytest
 import torch
+from torch import nn
 
 from weightload import (
     CheckpointError,
@@ -23,6 +26,7 @@ from weightload import (
     WeightMismatchError,
     bake,
     open_session,
+    ownership,
 )
 from weightload.plan import Form, View, Write
 from weightload.replaying import part_of
@@ -372,19 +376,71 @@ def test_a_model_that_is_being_loaded_is_not_baked():
     bench.check_ended(session)
 
 
+def test_a_dry_run_that_is_refused_leaves_the_other_session_alone(monkeypatch):
+    """Another thread opens a session between the look at the model and the claim, and works."""
+    model, framework = LoadingModel(layers.RepackedLinear(), layers.Linear()), toy_framework()
+    make = lambda: LoadingModel(layers.RepackedLinear(), layers.Linear())  # noqa: E731
+    with WeightLoadSession(model, framework=framework) as session:
+        session.load(make_state(make, 1))
+    other = WeightLoadSession(model)
+    state = list(make_state(make, 2).items())
+    claim = ownership.claim
+
+    def first(session, modules):
+        monkeypatch.undo()
+        other.prepare()
+        other.load(state[:1])
+        model.note = "of the other session"
+        claim(session, modules)
+
+    monkeypatch.setattr(ownership, "claim", first)
+    with pytest.raises(ModelBusyError):
+        bake(model, forms(dict(state)))
+    assert model.note == "of the other session"
+    other.load(state[1:])
+    other.finish()
+    check_equal(model, make, dict(state))
+
+
 def test_metadata_comes_in_the_forms_that_transports_have():
     bench = Bench(TOYS["fused"])
     state = bench.state(2)
     plan = bake(bench.model, state)
     assert plan == bake(bench.model, forms(state))
+    assert plan == bake(bench.model, state.items())
+    assert plan == bake(bench.model, list(forms(state).items()))
+    assert plan == bake(bench.model, iter(state.items()))
     listed = [
         SimpleNamespace(name=name, shape=list(tensor.shape), dtype="float32")
         for name, tensor in state.items()
     ]
     assert plan == bake(bench.model, listed)
-    for wrong in ({"layers.0.weight/0": (3, 3, 3)}, [*listed, listed[0]], {"a": ((1,), "no_type")}):
-        with pytest.raises(UsageError):
+    whole = torch.full((50, 50), 0.125)
+    for wrong in (
+        {"layers.0.weight/0": (3, 3, 3)},
+        [*listed, listed[0]],
+        [*state.items(), next(iter(state.items()))],
+        {"a": ((1,), "no_type")},
+        {"a": ((1,), 5)},
+        {"a": (5, torch.float32)},
+        {"a": (None, torch.float32)},
+        {"a": ("ab", torch.float32)},
+        {"a": ((4.7,), torch.float32)},
+        {"a": ((-1,), torch.float32)},
+        {5: ((1,), torch.float32)},
+        {"a": None},
+        {"a": [whole]},
+        [whole],
+        [("a", whole, 5)],
+        ["ab"],
+        [None],
+        None,
+        5,
+    ):
+        with pytest.raises(UsageError) as caught:
             bake(bench.model, wrong)
+        assert "0.125" not in str(caught.value), "a whole tensor in a message"
+    bench.check_recovers()
 
 
 def test_a_plan_is_plain_data():
@@ -393,6 +449,40 @@ def test_a_plan_is_plain_data():
     assert Plan.from_plain(json.loads(json.dumps(plan.to_plain()))) == plan
     with pytest.raises(UsageError, match="format 0"):
         Plan.from_plain({**plan.to_plain(), "format": 0})
+
+
+def without(data, key):
+    return {name: value for name, value in data.items() if name != key}
+
+
+def test_what_is_no_plan_is_refused_in_one_way():
+    bench = Bench(TOYS["fused"])
+    plan = bake(bench.model, forms(bench.state(2)))
+    plain = plan.to_plain()
+    name = next(iter(plain["writes"]))
+    [row] = plain["writes"][name]
+    wrongs = [None, 5, "plan", [], {}, *(without(plain, key) for key in plain)]
+    wrongs += [{**plain, key: 5} for key in plain]
+    rows = [5, None, [], row[:3], [*row, 1], [None, *row[1:]], ["x", *row[1:]]]
+    rows += [[row[0], 5, *row[2:]], [*row[:3], [0, [1.5], [1], "float32"]], [*row[:3], "view"]]
+    rows += [[*row[:3], [0, "ab", [1], "float32"]], [*row[:3], [0, [1], [1], 5]]]
+    wrongs += [{**plain, "writes": {name: [wrong]}} for wrong in rows]
+    wrongs += [{**plain, "sources": {name: wrong}} for wrong in (5, [], [[1], [1]], [1, 1, "x"])]
+    wrongs += [{**plain, "owner": wrong} for wrong in ([0], [0, 1, 2], ["a", "b"])]
+    wrongs += [{**plain, "computed": "text"}, {**plain, "skipped": [5]}]
+    for wrong in wrongs:
+        with pytest.raises(UsageError, match="plan"):
+            Plan.from_plain(wrong)
+    for wrong in ({}, None, plain, bench.state(2)):
+        session = bench.open()
+        with pytest.raises(UsageError, match="Plan"):
+            session.replay(wrong, bench.state(2))
+        bench.check_ended(session)
+    for fetch in (None, 5, lambda name, view: None):
+        session = bench.open()
+        with pytest.raises((UsageError, WeightMismatchError), match="fetch"):
+            session.replay(plan, fetch)
+        bench.check_ended(session)
 
 
 def test_a_plan_for_another_model_is_refused_before_any_write():
@@ -443,3 +533,126 @@ def test_a_part_of_a_model_can_be_replayed_and_the_rest_is_missed():
     session.finish()
     bench.serves = state
     bench.check_finished(session)
+
+
+class Neighbours(ToyModel):
+    """Two parameters that are columns of one storage, so that each lies in the gaps of the other."""
+
+    def __init__(self):
+        super().__init__()
+        whole = torch.zeros(4, 6)
+        self.left = nn.Parameter(whole[:, :2], requires_grad=False)
+        self.right = nn.Parameter(whole[:, 2:], requires_grad=False)
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            getattr(self, name).data.copy_(tensor)
+
+
+DAMAGE = {
+    "target, moved up": ("target", {"offset": 16}),
+    "target, moved into a gap": ("target", {"offset": 2}),
+    "target, other strides": ("target", {"stride": (6, 2)}),
+    "target, larger": ("target", {"shape": (4, 3)}),
+    "target, before the first": ("target", {"offset": -1}),
+    "target, backwards": ("target", {"stride": (-6, 1)}),
+    "target, of wider elements": ("target", {"dtype": "float64"}),
+    "target, of narrower elements": ("target", {"dtype": "uint8", "offset": 8}),
+    "target, of no type": ("target", {"dtype": "no_type"}),
+    "target, of another kind of type": ("target", {"dtype": "manual_seed"}),
+    "target, of less dimensions": ("target", {"shape": (4,), "stride": (6,)}),
+    "source, moved up": ("source", {"offset": 1}),
+    "source, other strides": ("source", {"stride": (3, 1)}),
+    "source, before the first": ("source", {"offset": -1}),
+    "source, larger": ("source", {"shape": (5, 2)}),
+    "source, smaller": ("source", {"shape": (1, 2)}),
+    "source, of wider elements": ("source", {"dtype": "float64"}),
+}
+
+
+@pytest.mark.parametrize("source", ["mapping", "fetch"])
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_plan_that_leaves_its_tensors_is_refused_before_any_write(damage, source):
+    """Past a source lies memory of its neighbour, past a target the next parameter."""
+    model = Neighbours()
+    sent = torch.arange(100.0)
+    state = {"left": sent[8:16].view(4, 2), "right": sent[16:32].view(4, 4)}
+    plan = bake(model, forms(state), framework=toy_framework())
+    side, change = DAMAGE[damage]
+    [write] = plan.writes["left"]
+    wrong = attrs.evolve(write, **{side: attrs.evolve(getattr(write, side), **change)})
+    wrong = attrs.evolve(plan, writes={"right": plan.writes["right"], "left": (wrong,)})
+    session = WeightLoadSession(model, framework=toy_framework())
+    session.prepare()
+    fetched = []
+
+    def fetch(name, view):
+        fetched.append(name)
+        return part_of(state[name], view)
+
+    with pytest.raises(UsageError, match="left") as caught:
+        session.replay(wrong, state if source == "mapping" else fetch)
+    assert caught.value.model_intact
+    assert not fetched
+    assert not model.left.any()
+    assert not model.right.any()
+    with WeightLoadSession(model, framework=toy_framework()) as session:
+        session.replay(plan, state)
+    assert torch.equal(model.left, state["left"])
+    assert torch.equal(model.right, state["right"])
+
+
+def test_a_plan_whose_parts_do_not_belong_together_is_refused_before_any_write():
+    bench = Bench(TOYS["plain"])
+    plan = bake(bench.model, forms(bench.state(2)))
+    name = next(reversed(plan.writes))
+    rest = {key: form for key, form in plan.sources.items() if key != name}
+    others = {key: form for key, form in plan.places.items() if key != name}
+    for wrong in (
+        attrs.evolve(plan, sources=rest),
+        attrs.evolve(plan, places=others),
+        attrs.evolve(plan, computed=("stranger",)),
+    ):
+        session = bench.open()
+        with pytest.raises(UsageError, match=f"{name}|stranger") as caught:
+            session.replay(wrong, bench.state(2))
+        assert caught.value.model_intact
+        bench.check_ended(session, caught.value)
+
+
+class Half(ToyModel):
+    """One rank's rows of a weight."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.rank = rank
+        self.weight = parameter(2, 3)
+
+    def load_weights(self, weights):
+        for _, tensor in weights:
+            self.weight.data.copy_(tensor[2 * self.rank :][:2])
+
+
+def on_rank(rank, size=2):
+    framework = toy_framework()
+    framework.owner = None if rank is None else (rank, size)
+    return framework
+
+
+def test_a_plan_of_another_rank_is_refused_before_any_write():
+    """The shapes of both ranks are the same; only the rows that they take are not."""
+    state = {"weight": torch.arange(12.0).view(4, 3)}
+    plan = bake(Half(0), forms(state), framework=on_rank(0))
+    plan = Plan.from_plain(json.loads(json.dumps(plan.to_plain())))
+    assert plan.owner == (0, 2)
+    for framework in (on_rank(1), on_rank(0, 4)):
+        model = Half(framework.owner[0])
+        session = WeightLoadSession(model, framework=framework)
+        with pytest.raises(UsageError, match="rank 0 of 2") as caught, session:
+            session.replay(plan, state)
+        assert caught.value.model_intact
+    for framework, made in ((on_rank(0), plan), (on_rank(None), attrs.evolve(plan, owner=None))):
+        model = Half(0)
+        with WeightLoadSession(model, framework=framework) as session:
+            session.replay(made, state)
+        assert torch.equal(model.weight, state["weight"][:2])

@@ -7,6 +7,7 @@ committed when its draft fails; units that both loaders fill, processed when onl
 import attrs
 import pytest
 import torch
+from torch import nn
 
 from weightload import (
     Draft,
@@ -330,6 +331,33 @@ def test_two_drafts_are_loaded_with_one_target():
     check_equal(drafts[1], lambda: LoadingModel(layers.KernelLinear()), states[1])
 
 
-def test_a_draft_is_a_module():
-    with pytest.raises(UsageError, match="Draft"):
-        WeightLoadSession(LoadingModel(layers.Linear()), drafts=["draft"])
+TARGET, DRAFT = LoadingModel(layers.Linear()), LoadingModel(layers.Linear())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["draft"],
+        "draft",
+        None,
+        5,
+        DRAFT,
+        Draft(model=DRAFT),
+        nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)),
+        nn.ModuleList([DRAFT]),
+        [None],
+        [TARGET],
+        [Draft(model=TARGET, prefix="draft.")],
+        [DRAFT, DRAFT],
+        [DRAFT, Draft(model=DRAFT, prefix="draft.")],
+        [Draft(model=DRAFT, prefix=5)],
+        [Draft(model=DRAFT, prefix=None)],
+        [Draft(model=None)],
+        [Draft(model=DRAFT, framework=5)],
+    ],
+)
+def test_drafts_are_a_list_of_other_modules_each_once(wrong):
+    """The children of a module that is given as the list would be taken for drafts, or a draft for
+    its own target, which all its tensors then reach twice."""
+    with pytest.raises(UsageError, match=r"[Dd]raft"):
+        WeightLoadSession(TARGET, drafts=wrong)

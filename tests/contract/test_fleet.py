@@ -1,8 +1,9 @@
 """Engines that are updated together agree, or the caller is told which one serves what.
 
 Damage shown: one engine of several goes on with old weights beside others with new ones, or serves
-a mixture; an engine that was lost in the middle takes the others with it; a call that hangs holds
-up everybody; an update that failed stands in the way of the next.
+a mixture, or what it had computed with other weights; an engine that was lost in the middle takes
+the others with it; a call that hangs holds up everybody; an update that failed stands in the way of
+the next.
 """
 
 import itertools
@@ -12,7 +13,8 @@ import time
 
 import pytest
 import torch
-from fleets import BUCKET, LAYERS, SIZE, STATES, ProcessReplica, ToyReplica, replaced
+from fleets import BUCKET, LAYERS, SIZE, STATES, ProcessReplica, ToyReplica, replaced, toy
+from small import Live
 
 from weightload import (
     Fleet,
@@ -456,6 +458,89 @@ def test_engines_have_names_that_tell_them_apart(names):
         fleet_of(engines(names))
 
 
+@pytest.mark.parametrize("replicas", [5, None, [1], ["a"], ToyReplica("a")])
+def test_what_is_no_engine_is_named(replicas):
+    with pytest.raises(UsageError, match="A fleet is made of engines"):
+        Fleet(replicas)
+
+
+@pytest.mark.parametrize("value", [None, "x", 0, -1.0, True, float("nan")])
+def test_a_deadline_that_is_no_time_is_refused_where_it_is_set(value):
+    with pytest.raises(UsageError, match="deadline is a number of seconds"):
+        fleet_of(engines(), deadline=value)
+    fleet = fleet_of(engines())
+    with pytest.raises(UsageError, match="deadline is a number of seconds"):
+        fleet.deadline = value
+
+
+@pytest.mark.parametrize("value", ["x", 0, -5, 4.0, True])
+def test_memory_of_no_size_is_refused_at_once(value):
+    with pytest.raises(UsageError, match="bucket_bytes is a number of bytes"):
+        fleet_of(engines(), bucket_bytes=value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scope": "x"}, {"scope": ["layers.0.weight"]}, {"version": None}, {"version": 1.5},
+        {"version": True}, {"draft": 5},
+    ],
+)  # fmt: skip
+def test_what_an_update_cannot_be_is_refused_before_anything_is_asked(options):
+    replicas = engines()
+    with pytest.raises(UsageError, match=f"{next(iter(options))} is"):
+        fleet_of(replicas).update(STATES[2], **{"version": 2, **options})
+    assert [replica.log for replica in replicas] == [[], [], []]
+
+
+@pytest.mark.parametrize("step", ["status", "start", "seal", "finish"])
+@pytest.mark.parametrize("answer", [[], None, "x", [{"rank": 0}], [{"rank": 0, "value": None}]])
+def test_an_answer_that_says_nothing_is_taken_for_none(step, answer):
+    """As from a way to an engine that lost the ranks of it."""
+    if step != "status" and answer == [{"rank": 0, "value": None}]:
+        return  # an answer to start and seal
+    replicas = engines()
+    whole = replicas[1].call
+
+    def call(operation, **arguments):
+        found = whole(operation, **arguments)
+        return answer if operation == step else found
+
+    replicas[1].call = call
+    with pytest.raises(FleetError) as caught:
+        fleet_of(replicas).update(STATES[2], version=2)
+    check_truth(caught.value, replicas, 1, 2)
+    replicas[1].call = whole
+    fleet_of(replicas).abort()
+    update(replicas, 3)
+
+
+def test_a_fleet_that_was_left_a_mixture_has_no_version():
+    replicas = engines()
+    fleet = fleet_of(replicas)
+    update(replicas, 2, fleet)
+    with pytest.raises(SourceFault):
+        fleet.update(broken_source(), version=3)
+    assert fleet.version == 2
+    with pytest.raises(FleetError):
+        fleet.update(iter(list(STATES[3].items())[:-1]), version=3, commit="stream")
+    assert fleet.version is None
+
+
+def test_draft_models_are_brought_along():
+    replicas = engines()
+    drafts = []
+    for replica in replicas:
+        for rank in replica.ranks:
+            drafts.append(Live(toy, STATES[1], version=1))
+            rank.get_draft_model = lambda draft=drafts[-1].model: draft
+    both = {**STATES[2], **{f"draft.{name}": tensor for name, tensor in STATES[3].items()}}
+    fleet_of(replicas).update(both, version=2, draft="draft.")
+    assert served(replicas) == [2, 2, 2]
+    for draft in drafts:
+        draft.equals(STATES[3])
+
+
 # ---------------------------------------------------------------- who decides may die as well
 
 
@@ -514,6 +599,7 @@ def test_a_call_that_comes_late_does_nothing_to_the_update_of_somebody_else():
     for replica in replicas:
         replica.call("load", weights=list(STATES[2].items()), opener="new")
         replica.call("finish", opener="new")
+        replica.publish(2)
     assert served(replicas) == [2, 2, 2]
 
 
@@ -531,6 +617,121 @@ def test_an_interrupt_after_the_decision_says_that_it_was_taken():
     assert {standing.state for standing in fleet.status().values()} == {"busy"}
     fleet.abort()
     update(replicas, 3)
+
+
+# ---------------------------------------------------------------- who missed an update
+
+
+def broken_source():
+    raise SourceFault
+    yield
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("step", ["finish", "publish"])
+@pytest.mark.parametrize("again", ["as it is", "a new fleet", "a new fleet that aborts"])
+def test_who_was_out_of_reach_after_the_decision_does_not_go_on_beside_the_others(
+    step, moment, again
+):
+    """It is reached again, and the update that would bring it to the others does not come about."""
+    replicas = engines()
+    fleet = fleet_of(replicas)
+    replicas[0].plan(step, f"cut off {moment}")
+    with pytest.raises(FleetError, match="missed by 'a'") as caught:
+        fleet.update(STATES[2], version=2)
+    assert check_truth(caught.value, replicas, 1, 2) == ["lost", "serves", "serves"]
+    for replica in replicas:
+        replica.mend()
+    if again != "as it is":
+        fleet = fleet_of(replicas)
+    if again == "a new fleet that aborts":
+        fleet.abort()
+    with pytest.raises((SourceFault, FleetError)):
+        fleet.update(broken_source(), version=3)
+    assert len(set(served(replicas)) - {None}) <= 1
+    if again == "as it is":
+        assert served(replicas) == [None, 2, 2], "who has nothing to do with it goes on"
+        assert [one.state for one in fleet.status().values()] == ["refuses", "serves", "serves"]
+    fleet.abort()
+    update(replicas, 3, fleet)
+
+
+def test_an_engine_that_commits_late_does_not_serve_caches_of_the_old_weights():
+    """Its answer had been given up; then the next update is taken back."""
+    replicas = engines()
+    fleet = fleet_of(replicas, deadline=SHORT)
+    replicas[0].plan("finish", "hangs")
+    with pytest.raises(FleetError, match="missed by 'a'"):
+        fleet.update(STATES[2], version=2)
+    replicas[0].mend()
+    deadline = time.monotonic() + 5
+    while any(lane.busy for lane in fleet._lanes.values()):
+        assert time.monotonic() < deadline
+    fleet.deadline = 60.0
+    with pytest.raises(SourceFault):
+        fleet.update(broken_source(), version=3)
+    assert served(replicas) == [None, 2, 2]
+    update(replicas, 3, fleet)
+
+
+@pytest.mark.parametrize("through", ["abort", "an update that is taken back"])
+def test_caches_are_dropped_where_a_fleet_was_lost_after_all_commits(through):
+    """Nobody had published: what the engines had kept is of the weights before."""
+    replicas = engines()
+    for replica in replicas:
+        replica.pause()
+        replica.call("start", version=2, commit="atomic", opener="gone")
+        replica.call("load", weights=list(STATES[2].items()), opener="gone")
+        replica.call("seal", opener="gone")
+        replica.call("finish", opener="gone")
+    fleet = fleet_of(replicas)
+    if through == "abort":
+        fleet.abort()
+    else:
+        with pytest.raises(SourceFault):
+            fleet.update(broken_source(), version=3)
+    assert served(replicas) == [2, 2, 2]
+    assert [replica.version for replica in replicas] == [2, 2, 2]
+    assert [replica.cache for replica in replicas] == [2, 2, 2]
+
+
+def test_an_engine_that_does_not_pause_keeps_what_it_is_at():
+    """Its requests go on with the weights and the caches that they have."""
+    replicas = engines()
+
+    def pause():
+        raise UsageError("requests are unfinished")
+
+    replicas[1].pause = pause
+    with pytest.raises(FleetError, match="requests are unfinished") as caught:
+        fleet_of(replicas).update(STATES[2], version=2)
+    assert check_truth(caught.value, replicas, 1, 2) == ["serves"] * 3
+    assert not {"publish", "resume"} & set(replicas[1].log)
+    standings = fleet_of(replicas).abort()
+    assert [one.state for one in standings.values()] == ["serves"] * 3
+    assert not {"publish", "resume"} & set(replicas[1].log)
+
+
+def test_engines_of_different_versions_do_not_go_on_when_an_update_is_taken_back():
+    """They may have stood still because of that; who is not asked to pause cannot tell."""
+    replicas = engines()
+    update(replicas[:2], 2)
+    with pytest.raises(SourceFault) as caught:
+        fleet_of(replicas).update(broken_source(), version=3)
+    assert served(replicas) == [None] * 3
+    assert "others have another version" in caught.value.__notes__[-1]
+    update(replicas, 3)
+
+
+def test_an_engine_that_missed_the_decision_with_its_session_open_can_take_part_again():
+    replicas = engines()
+    fleet = fleet_of(replicas)
+    for _ in range(2):
+        replicas[0].plan("finish", "call is lost")
+    with pytest.raises(FleetError, match="missed by 'a'") as caught:
+        fleet.update(STATES[2], version=2)
+    assert check_truth(caught.value, replicas, 1, 2) == ["refuses", "serves", "serves"]
+    update(replicas, 3, fleet)
 
 
 # ---------------------------------------------------------------- errors travel

@@ -73,7 +73,9 @@ class Server:
         if path == "/get_world_size":
             return 200, {"world_size": self.world}
         if path == "/update_weight_version":
-            self.engine.publish(int(body["new_version"]))
+            self.engine.version = int(body["new_version"])
+        elif path == "/reset_prefix_cache":
+            self.engine.publish(None)
         elif path in ("/pause", "/resume"):
             getattr(self.engine, path[1:])()
         return 200, {"success": True}
@@ -122,6 +124,20 @@ def test_a_server_that_answers_for_some_of_its_ranks_is_refused(server):
     assert "has 4 ranks and answers for 2" in str(caught.value)
     assert caught.value.model_intact
     assert server.engine.serves() == 1
+
+
+def test_a_server_that_was_left_with_caches_of_other_weights_drops_them(server):
+    """Its fleet was lost after it had committed; it had no name for what it has now."""
+    server.engine.pause()
+    for operation, arguments in (
+        ("start", {"commit": "atomic"}),
+        ("load", {"weights": list(STATES[2].items())}),
+        ("finish", {}),
+    ):
+        server.engine.call(operation, opener="gone", **arguments)
+    fleet_of(server).abort()
+    assert server.engine.serves() == 2
+    assert "/update_weight_version" not in {path for _, path, _ in server.asked}
 
 
 def test_an_earlier_version_has_no_place_for_the_version(server):

@@ -381,14 +381,40 @@ def test_only_what_lies_in_the_transport_is_copied(commit):
     assert taken[1] == own.data_ptr()
 
 
-@pytest.mark.parametrize("transport", ["buffer", 7, [None], [torch.empty(1), "x"]])
-def test_a_transport_is_made_of_tensors(transport):
+@pytest.mark.parametrize(
+    "transport",
+    ["buffer", 7, [None], [torch.empty(1), "x"], torch.empty(0), [torch.empty(1), torch.empty(0)]],
+    ids=["text", "number", "none", "text in a list", "no byte", "no byte in a list"],
+)
+def test_a_transport_is_made_of_tensors_with_memory(transport):
+    """An empty buffer would say that nothing is lent. The session is as it was, for another try."""
     live = Live(lambda: Net(Fused()), FIRST)
+    run = functools.partial(live.model.load_weights, STATE.items())
     with WeightLoadSession(live.model) as session:
         with pytest.raises(UsageError, match="transport"):
             session.load(STATE, transport=transport)
+        with pytest.raises(UsageError, match="transport"):
+            session.load_through(run, exact=True, transport=transport)
         assert session.state is SessionState.PREPARED
         session.load(STATE)
+    live.equals(STATE)
+
+
+@pytest.mark.parametrize("make", [list, tuple, iter], ids=lambda make: make.__name__)
+def test_a_transport_stays_what_it_is_in_every_call_of_a_receiver(make, commit):
+    """An iterator can be read once; the receiver calls the model once for each tensor."""
+    live = Live(lambda: Hoarding(Fused()), FIRST)
+    buffer = torch.empty(1)
+
+    def receive():
+        for name, tensor in STATE.items():
+            live.model.load_weights([(name, buffer.copy_(tensor))])
+            buffer.fill_(NAN)
+
+    with WeightLoadSession(live.model, commit=commit) as session:
+        session.load_through(receive, exact=True, transport=make([buffer]))
+    assert session.receipt.bytes_copied == 3 * 4
+    assert [tensor.item() for tensor in live.model.hoard[3:]] == [20, 21, 22]
     live.equals(STATE)
 
 

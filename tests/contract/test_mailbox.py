@@ -4,16 +4,27 @@ Damage shown: a fleet that waits for ever for a process that is gone, or an engi
 was asked of the one before it.
 """
 
+import contextlib
 import subprocess
 import sys
 import threading
+import time
 from datetime import timedelta
 
 import pytest
+import torch
 from fleets import BUCKET, PROCESSES, STATES, ToyReplica
 from torch.distributed import HashStore, TCPStore
 
-from weightload import Fleet, FleetError, StoreReplica, UsageError, serve_replica
+from weightload import (
+    Fleet,
+    FleetError,
+    StoreReplica,
+    UsageError,
+    WeightLoadError,
+    mailbox,
+    serve_replica,
+)
 
 
 @pytest.fixture
@@ -78,8 +89,7 @@ def test_a_process_that_does_not_serve_is_given_up_in_time():
 
 def test_an_engine_does_not_do_what_was_asked_of_the_one_before():
     store, stop = HashStore(), threading.Event()
-    stop.set()
-    serve_replica(ToyReplica("a"), store, stop=stop)
+    store.set("weightload/a/serves", "by a process that was killed")
     with pytest.raises(TimeoutError, match="'a' has not answered 'pause'"):
         StoreReplica("a", store, timeout=0.1).pause()
     engine, stop = ToyReplica("a"), threading.Event()
@@ -97,6 +107,80 @@ def test_an_engine_does_not_do_what_was_asked_of_the_one_before():
         thread.join()
     assert set(engine.log) == {"status"}
     assert not engine.paused
+
+
+@pytest.mark.parametrize("killed", [1, 3])
+def test_a_client_that_was_killed_as_it_asked_does_not_silence_the_engine(
+    killed, serving, monkeypatch
+):
+    """It had taken a number, and did not come to say what it wanted."""
+    monkeypatch.setattr(mailbox, "_PATIENCE", 0.1)
+    replica = serving(ToyReplica("a"))
+    replica.call("status")
+    for _ in range(killed):
+        serving.store.add("weightload/a/asked", 1)
+    assert [one["rank"] for one in replica.call("status")] == [0, 1]
+
+
+def test_what_cannot_be_said_takes_no_number(serving):
+    replica = serving(ToyReplica("a"))
+    with pytest.raises(TypeError, match="JSON"):
+        replica.call("start", version=object())
+    assert serving.store.add("weightload/a/asked", 0) == 0
+    assert len(replica.call("status")) == 2
+
+
+def test_an_answer_that_cannot_be_told_is_an_error_and_not_the_end(serving):
+    engine = ToyReplica("a")
+    whole = engine.call
+
+    def call(operation, **arguments):
+        outcomes = whole(operation, **arguments)
+        return [{**one, "value": torch.ones(1)} for one in outcomes] if arguments else outcomes
+
+    engine.call = call
+    replica = serving(engine)
+    with pytest.raises(WeightLoadError, match="Tensor is not JSON"):
+        replica.call("abort", opener="nobody")
+    assert len(replica.call("status")) == 2
+
+
+@pytest.mark.parametrize("end", ["stop", "error"])
+def test_an_engine_that_is_served_no_longer_is_not_waited_for(end):
+    store, stop, engine = HashStore(), threading.Event(), ToyReplica("a")
+
+    def ended():
+        if end == "stop":
+            stop.set()
+        else:
+            raise KeyboardInterrupt
+
+    engine.pause = ended
+    store.set("weightload/a/ask/1", '["pause", {}]')
+    with contextlib.suppress(KeyboardInterrupt):
+        serve_replica(engine, store, stop=stop)
+    with pytest.raises(TimeoutError, match="'a' is not there for 'pause'"):
+        StoreReplica("a", store, timeout=0.1).pause()
+
+
+def test_a_server_that_ends_late_does_not_take_away_the_one_after_it():
+    store, stops = HashStore(), [threading.Event(), threading.Event()]
+    threads = []
+    for stop in stops:
+        threads.append(
+            threading.Thread(
+                target=serve_replica, args=(ToyReplica("a"), store), kwargs={"stop": stop}
+            )
+        )
+        threads[-1].start()
+        time.sleep(0.1)
+    try:
+        stops[0].set()
+        threads[0].join()
+        assert len(StoreReplica("a", store, timeout=10).call("status")) == 2
+    finally:
+        stops[1].set()
+        threads[1].join()
 
 
 def _serve_in_process(port, name):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from weightload import UsageError, VerificationError, poison_of
+from weightload import UsageError, VerificationError, bake, poison_of
 from weightload.digest import digest
 from weightload.testing import TOYS, Bench
 from weightload.verifying import SAMPLE, Verification
@@ -102,6 +102,21 @@ def test_two_ranks_that_got_the_same_have_the_same_digest_and_others_have_not():
         session.finish()
         assert session.receipt.verified["digest"] == digests[-1]
     assert digests[0] == digests[1] != digests[2]
+
+
+def test_a_replay_says_that_it_has_no_digest_of_what_came():
+    """Ranks fetch other parts of one source each, so that there is nothing that they could compare;
+    a digest that is the same for all data would say that they agree."""
+    bench = Bench(TOYS["repacked"])
+    plan = bake(bench.model, bench.state(2))
+    for seed in (2, 3):
+        session = bench.open(verify="full", version=seed)
+        session.replay(plan, bench.state(seed))
+        assert session.seal() == {"names": len(plan.sources), "digest": None}
+        session.finish()
+        verified = session.receipt.verified
+        assert verified["digest"] is None
+        assert verified["tensors"] > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.bool])

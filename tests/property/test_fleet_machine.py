@@ -2,10 +2,12 @@
 
 Beside it stands the simplest model of it: which checkpoint each engine serves, or that it does not.
 After every update each engine serves one checkpoint as a whole, or refuses; what the error says of
-it is so; and never does one serve the old weights while another serves the new ones. An update
-without faults brings every engine that lives to the new weights, whatever happened before.
+it is so; never does one serve the old weights while another serves the new ones; and none serves
+what it has computed with other weights than those it has. An update without faults brings every
+engine that lives to the new weights, whatever happened before.
 """
 
+import contextlib
 import sys
 from pathlib import Path
 
@@ -18,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))
 from fleets import BUCKET, LAYERS, STATES, ToyReplica, replaced
 
 from weightload import Fleet, FleetError
+from weightload.ownership import weights_version
 
 STEPS = st.sampled_from(
     [
@@ -36,7 +39,27 @@ STEPS = st.sampled_from(
     ]
 )
 # An engine that hangs costs seconds; tests/contract has that.
-KINDS = st.sampled_from(["fails", "call is lost", "answer is lost", "dies before", "dies after"])
+KINDS = st.sampled_from(
+    [
+        "fails",
+        "call is lost",
+        "answer is lost",
+        "cut off before",
+        "cut off after",
+        "dies before",
+        "dies after",
+    ]
+)
+NUMBERS = st.integers(1, 4)
+COMMITS = st.sampled_from(["atomic", "stream"])
+
+
+class SourceFault(Exception):
+    """What a source raises here, and nothing else does."""
+
+
+class CallerDied(BaseException):
+    """The process that holds the fleet ends, and takes nothing back."""
 
 
 class FleetMachine(RuleBasedStateMachine):
@@ -56,20 +79,73 @@ class FleetMachine(RuleBasedStateMachine):
         replica = data.draw(st.sampled_from(self.replicas))
         replica.plan(step, kind, countdown)
 
-    @rule(number=st.integers(1, 4), commit=st.sampled_from(["atomic", "stream"]))
+    @rule(data=st.data())
+    def mend(self, data):
+        """One engine is reached again, and does what it is asked for."""
+        data.draw(st.sampled_from(self.replicas)).mend()
+
+    @rule(number=NUMBERS, commit=COMMITS)
     def update(self, number, commit):
-        before = dict(self.serves)
+        held = self.held()
         try:
             receipt = self.fleet.update(STATES[number], version=number, commit=commit)
         except FleetError as error:
-            self.believe(error, before, number, commit)
+            self.believe(error, held, number)
         else:
-            assert receipt.replicas.keys() == before.keys()
-            self.serves = dict.fromkeys(before, number)
+            assert receipt.replicas.keys() == held.keys()
+            self.serves = dict.fromkeys(held, number)
+            assert self.fleet.version == number
 
-    def believe(self, error, before, number, commit):
+    @rule(number=NUMBERS, commit=COMMITS, position=st.integers(0, LAYERS - 1))
+    def update_from_a_source_that_fails(self, number, commit, position):
+        held = self.held()
+
+        def failing():
+            yield from list(STATES[number].items())[:position]
+            raise SourceFault
+
+        try:
+            self.fleet.update(failing(), version=number, commit=commit)
+        except SourceFault:
+            self.look(held)
+        except FleetError as error:
+            self.believe(error, held, number)
+
+    @rule(number=NUMBERS, commit=COMMITS, step=STEPS, after=st.booleans())
+    def update_by_a_caller_that_dies(self, number, commit, step, after):
+        ask, dead = self.fleet._ask, []
+
+        def mortal(what, *args):
+            dead.extend([True] * (what == step and not after))
+            if dead:
+                raise CallerDied
+            found = ask(what, *args)
+            dead.extend([True] * (what == step))
+            return found
+
+        self.fleet._ask = mortal
+        held = self.held()
+        with contextlib.suppress(CallerDied, FleetError):
+            self.fleet.update(STATES[number], version=number, commit=commit)
+        self.look({name: {version, number} for name, version in held.items()})
+        self.fleet = self.new_fleet()
+
+    def held(self):
+        """Return the version that each engine has, whether it computes or not."""
+        return {
+            replica.name: weights_version(replica.ranks[0].live.model) for replica in self.replicas
+        }
+
+    def look(self, held):
+        """See what each serves now: what it had, or nothing."""
+        for replica in self.replicas:
+            had = held[replica.name]
+            serves = self.serves[replica.name] = replica.serves()
+            assert serves is None or serves in (had if isinstance(had, set) else {had})
+
+    def believe(self, error, held, number):
         said = error.facts["replicas"]
-        assert said.keys() == before.keys()
+        assert said.keys() == held.keys()
         decided = any(one["new"] for one in said.values())
         for replica in self.replicas:
             one = said[replica.name]
@@ -79,11 +155,11 @@ class FleetMachine(RuleBasedStateMachine):
                 assert replica.serves() in (
                     [one["version"], None] if one["why"] else [one["version"]]
                 )
-                assert one["version"] == (number if one["new"] else before[replica.name])
+                assert one["version"] == (number if one["new"] else held[replica.name])
             elif one["state"] in ("refuses", "busy"):
                 assert replica.serves() is None
             else:
-                assert replica.serves() in (None, before[replica.name], number)
+                assert replica.serves() in (None, held[replica.name], number)
             self.serves[replica.name] = replica.serves()
         clean = all(one["state"] == "serves" and not one["new"] for one in said.values())
         assert error.model_intact == clean
@@ -95,10 +171,16 @@ class FleetMachine(RuleBasedStateMachine):
 
     @rule()
     def abort(self):
-        self.fleet.abort()
-        self.serves = {replica.name: replica.serves() for replica in self.replicas}
+        standings = self.fleet.abort()
+        for replica in self.replicas:
+            one = standings[replica.name]
+            serves = self.serves[replica.name] = replica.serves()
+            if one.state == "serves":
+                assert serves in ([one.version, None] if one.why else [one.version])
+            elif one.state != "lost":
+                assert serves is None
 
-    @rule(number=st.integers(1, 4))
+    @rule(number=NUMBERS)
     def update_without_faults(self, number):
         for replica in self.replicas:
             replica.mend()
@@ -115,6 +197,8 @@ class FleetMachine(RuleBasedStateMachine):
     def every_engine_serves_what_it_is_believed_to(self):
         for replica in getattr(self, "replicas", ()):
             assert replica.serves() == self.serves[replica.name]
+            if replica.serves() is not None:
+                assert replica.version == replica.serves(), "it says that it has something else"
 
     @invariant()
     def all_that_serve_serve_the_same(self):

@@ -27,6 +27,15 @@ def test_every_link_of_the_documentation_leads_somewhere():
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def test_every_engine_that_is_started_for_reloads_has_the_methods_in_its_workers():
+    """vLLM puts the engine into a process of its own, where only methods of the worker are reached."""
+    import re
+
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        for call in re.findall(r"\bLLM\(([^)]*load_format=[^)]*)\)", page.read_text()):
+            assert "weightload.vllm.WorkerExtension" in call or "GuardedWorker" in call, page
+
+
 def rows_of_the_house():
     """Return the row of each room, as the page about the rooms has it."""
     import re

@@ -46,6 +46,7 @@ def test_a_training_loop_has_the_trainer_and_the_engine_agree(tmp_path):
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
     assert status == 0, log.read_text()[-4000:]
+    assert not list(tmp_path.glob("rl-loop-*")), "a folder with weights is left behind"
     found = json.loads(figures.read_text())
     assert found.keys() == NUMERICS.keys()
     for dtype, rows in found.items():

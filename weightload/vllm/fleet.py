@@ -95,9 +95,10 @@ class Member:
             raise UsageError("Requests are unfinished; wait for them, or abort them.")
         Door.hold(self._engine)
 
-    async def _publish(self, version: Version) -> None:
+    async def _publish(self, version: Version | None) -> None:
         await self._all(dropping(self._front, self._engine, self._caches))
-        await self._all(naming(self._engine, version))
+        if version is not None:
+            await self._all(naming(self._engine, version))
 
     async def _resume(self) -> None:
         Door.open(self._engine)
@@ -136,7 +137,7 @@ class _Replica:
         """Hold generation."""
         self._step("pause")
 
-    def publish(self, version: Version) -> None:
+    def publish(self, version: Version | None) -> None:
         """Drop caches and take the version over."""
         self._step("publish", version=version)
 
@@ -276,7 +277,7 @@ class HTTPReplica(_Replica):
             clear = str("prefix" in self._caches).lower()
             self._ask("POST", f"/pause?mode={self._mode}&clear_cache={clear}")
 
-    def publish(self, version: Version) -> None:
+    def publish(self, version: Version | None) -> None:
         """Drop caches and take the version over."""
         if "prefix" in self._caches:
             query = "reset_running_requests=true"
@@ -286,8 +287,9 @@ class HTTPReplica(_Replica):
             self._ask("POST", "/reset_mm_cache", optional=True)
         if "encoder" in self._caches:
             self._ask("POST", "/reset_encoder_cache", optional=True)
-        body = {"new_version": str(version)}
-        self._ask("POST", "/update_weight_version", body, optional=True)
+        if version is not None:
+            body = {"new_version": str(version)}
+            self._ask("POST", "/update_weight_version", body, optional=True)
 
     def resume(self) -> None:
         """Let generation go on."""

@@ -79,6 +79,8 @@ class VllmFramework(Framework):
         self.model_config = model_config
         self.device = device
         self.native = native
+        if torch.distributed.is_initialized():
+            self.owner = torch.distributed.get_rank(), torch.distributed.get_world_size()
         rules.register(
             QuantizeMethodBase,
             ModuleRule(
