@@ -168,11 +168,14 @@ class Arrivals:
             return False
         if self._load.partial:
             self._check_scope(entry, watched, region, name)
+        if self._load.scribe is not None:
+            known = None if self.observer.shares(watched) else region
+            self._load.scribe.wrote(entry, watched, known, target, source)
         first = self._load.teaches
         if region is None and not first:
             self._check_placeless(intake, entry, name)
         if region is not None and not first and self._counts_less(entry, region, name):
-            self._note_ready(entry)
+            self.note_ready(entry)
             return False
         if region is not None and entry.gaps:
             self._keep_defaults(entry, region)
@@ -286,6 +289,8 @@ class Arrivals:
             self._refuse_live(watched.storage, write=False)
         if entry is None or self._trial is not None or entry.tensor.is_meta:
             return
+        if self._load.scribe is not None:
+            self._load.scribe.computed(entry)
         region = full_region(entry.ledger.shape) if region is None else region
         self._refuse_unknown_value(entry, region)
         if not self._load.teaches:
@@ -371,9 +376,10 @@ class Arrivals:
         """Note when the unit of a tensor is complete."""
         entry = self._by_watched.get(id(watched))
         if entry is not None:
-            self._note_ready(entry)
+            self.note_ready(entry)
 
-    def _note_ready(self, entry: Entry) -> None:
+    def note_ready(self, entry: Entry) -> None:
+        """Note which units are complete now that something has arrived for ``entry``."""
         if self._load.atomic or not entry.complete:
             return
         for unit in entry.readers:

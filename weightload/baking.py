@@ -19,10 +19,11 @@ from weightload.plan import Form, Plan
 from weightload.preflight import refused
 from weightload.record import ObjectState, record_of, remove_record, slots_of
 from weightload.recording import scope_of
+from weightload.scribe import form_of, type_name
 from weightload.session import WeightLoadSession
 from weightload.states import SessionState
 from weightload.storage import Fingerprint, storage_key
-from weightload.tracing import Recorder, form_of, type_name
+from weightload.tracing import Recorder
 
 __all__ = ["bake"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 import attrs
 import torch
@@ -12,6 +13,7 @@ from weightload.arrivals import Arrivals
 from weightload.completeness import Completeness
 from weightload.entries import Entry, Load, Staging, join
 from weightload.errors import StorageChangedError, UnsupportedError, name_some
+from weightload.express import Express, Recorded, settings_of
 from weightload.framework import Framework
 from weightload.intake import Intake
 from weightload.layer import Hook, Unit
@@ -33,6 +35,7 @@ from weightload.record import (
 )
 from weightload.registry import Role
 from weightload.scope import Scope
+from weightload.scribe import Scribe
 from weightload.storage import Fingerprint, TensorSpec, new_group, select, storage_key
 from weightload.units import build_units
 
@@ -92,6 +95,7 @@ class Board:
         self._members: dict[int, Unit] = {}
         self._marks: list[tuple[str, Slot, Fingerprint]] = []
         self._stale_keys: dict[int, list[int]] = {}
+        self._settings: list[Any] = []
 
     @property
     def entries(self) -> list[Entry]:
@@ -102,6 +106,27 @@ class Board:
     def manifest(self) -> Mapping[str, SourceFact] | None:
         """The source names of the load that made the model, if they are known."""
         return self._load.intake.manifest
+
+    # ------------------------------------------------------------------ plans
+
+    def start_recording(self) -> None:
+        """Record what loaders do with what they get."""
+        self._load.scribe = self._load.intake.scribe = scribe = Scribe()
+        self.arrivals.observer.uses = scribe.used
+        self._settings = settings_of(self._load)
+
+    def express(self, model: nn.Module, recorded: Recorded) -> Express | None:
+        """Return the short way of a plan that was recorded, ``None`` if it does not hold now."""
+        if not recorded.holds(model, self._load):
+            return None
+        return Express(self._load, self.arrivals, recorded)
+
+    def recorded(self, model: nn.Module) -> Recorded | None:
+        """Return the plan of this load, which has finished, if it was recorded."""
+        if self._load.scribe is None:
+            return None
+        plan = self._load.scribe.plan(self._load)
+        return Recorded.of(plan, model, self._load, self._settings)
 
     # ------------------------------------------------------------------ opening
 

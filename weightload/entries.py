@@ -15,6 +15,7 @@ from weightload.ledger import Region, RegionLedger, meet
 from weightload.observer import Watched
 from weightload.record import SharedRegions, Slot, record_of, slots_of
 from weightload.scope import Scope
+from weightload.scribe import Scribe
 from weightload.storage import TensorSpec, select
 
 if TYPE_CHECKING:
@@ -170,6 +171,7 @@ class Load:
         seeds: by id of the entry, values that a loader of the first load computed with.
         stale: names of live tensors that are staged and not committed, by storage key.
         stagings: the memory behind the twins, by storage key.
+        scribe: records what loaders do; ``None`` if that is known.
         arriving: whether more may come; what has not arrived by the end may stay away.
         counts: numbers for the receipt.
     """
@@ -187,6 +189,7 @@ class Load:
     seeds: dict[int, ConstructedPart] = attrs.field(factory=dict)
     stale: dict[int, str] = attrs.field(factory=dict)
     stagings: dict[int, Staging] = attrs.field(factory=dict)
+    scribe: Scribe | None = None
     arriving: bool = True
     counts: Counts = attrs.field(factory=Counts)
     _staged_bytes: int = 0

@@ -19,6 +19,7 @@ from weightload.errors import (
 from weightload.lanes import Lane
 from weightload.record import SourceFact
 from weightload.scope import Scope
+from weightload.scribe import Scribe
 from weightload.storage import extent_of, storage_key
 from weightload.transport import Loan, Loans
 from weightload.verifying import Verification
@@ -109,6 +110,7 @@ class Intake:
         dropped: names that came, and that the scope allows to drop.
         optional: names that have come before, and that a load may leave out all the same.
         verification: what is compared at the end, if that was asked for.
+        scribe: is told what the loaders get, if what they do is recorded.
     """
 
     manifest: Mapping[str, SourceFact] | None
@@ -128,6 +130,7 @@ class Intake:
     dropped: set[str] = attrs.field(factory=set)
     optional: set[str] = attrs.field(factory=set)
     verification: Verification | None = None
+    scribe: Scribe | None = None
     _held: dict[str, torch.Tensor] = attrs.field(factory=dict)
     _found_finite: dict[str, int] = attrs.field(factory=dict)
     _by_storage: dict[int, list[_Place]] = attrs.field(factory=dict)
@@ -236,6 +239,8 @@ class Intake:
         loans: Loans,
         between: Callable[[], None],
         lane: Lane | None = None,
+        takes: Callable[[Any, Any], bool] | None = None,
+        checked: bool = False,
     ) -> Iterator[Pair]:
         """Yield the pairs of ``weights`` to a model's loaders.
 
@@ -244,12 +249,21 @@ class Intake:
             loans: lends what the source may overwrite. The caller ends them after the load.
             between: called when the loaders have let go of one tensor and ask for the next.
             lane: orders the loaders and the source on a device with streams.
+            takes: takes a tensor to its places without the loaders, if it can.
+            checked: whether :meth:`check_pair` has seen all pairs.
         """
         lane = Lane() if lane is None else lane
         try:
             for pair in self._read(weights):
                 name, tensor = unpack(pair)
-                self.check_pair(name, tensor)
+                if takes is not None:
+                    lane.arrived(tensor)
+                    if takes(name, tensor):
+                        between()
+                        lane.asking(tensor)
+                        continue
+                if not checked:
+                    self.check_pair(name, tensor)
                 if self.drops(name):
                     self.dropped.add(name)
                     continue
@@ -268,6 +282,16 @@ class Intake:
             self.failure = error
             raise
         self.current = None
+        if self.scribe is not None:
+            self.scribe.done()
+
+    def take(self, name: str, tensor: torch.Tensor, fact: SourceFact, nbytes: int) -> None:
+        """Note that a tensor arrived that goes to its places without the loaders."""
+        self.current = name
+        self.seen[name] = fact
+        self.nbytes += nbytes
+        if self.verification is not None:
+            self.verification.receive(name, tensor)
 
     def end_loans(self, loans: Loans) -> None:
         """Take back what is lent: the source may overwrite it from now on.
@@ -278,6 +302,8 @@ class Intake:
         for loan in loans.take_back():
             key = loan.key
             places = self._by_storage.pop(key, []) if key is not None else []
+            if loan.kept and self.scribe is not None:
+                self.scribe.kept()
             if loan.kept and places:
                 self._enter(loan)
         self.copied += loans.nbytes
@@ -297,6 +323,8 @@ class Intake:
         if self.verification is not None:
             self.verification.receive(name, loan.tensor)
         self.nbytes += loan.tensor.numel() * loan.tensor.element_size()
+        if self.scribe is not None:
+            self.scribe.lent(name, loan.tensor)
         self._enter(loan)
 
     def _enter(self, loan: Loan) -> None:

@@ -21,6 +21,7 @@ __all__ = [
     "locate",
     "meet",
     "uncovered",
+    "volume",
     "without",
 ]
 
@@ -195,6 +196,11 @@ class RegionLedger:
         self._written[region] = source
         self._volume += volume(region)
         return None
+
+    def fill(self, region: Region, source: str, count: int) -> None:
+        """Enter a write of ``count`` elements to a region that was not filled before."""
+        self._written[region] = source
+        self._volume += count
 
     def has(self, region: Region) -> bool:
         """Whether exactly this region was filled."""

@@ -106,11 +106,16 @@ class WriteListener(Protocol):
         """An operation is about to use the values of a watched tensor, or of a part of it."""
 
 
+_COPIES = (_aten.copy_.default, _aten._foreach_copy_.default)
+
+
 class WriteObserver(TorchDispatchMode):
     """The dispatch mode. Enter it once around a load, not once per tensor.
 
     Attributes:
         refusal: the first error that the listener raised; a loader may have swallowed it.
+        uses: is told name and arguments of every operation that makes no view and does not only
+            copy to a watched tensor.
         guarded: what to call before a write to a storage that is not to be written, with the tensor
             that is written, by storage key; it gives the tensor another storage.
     """
@@ -118,6 +123,7 @@ class WriteObserver(TorchDispatchMode):
     def __init__(self, listener: WriteListener) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.refusal: WeightLoadError | None = None
+        self.uses: Callable[[str, tuple[Any, ...], dict[str, Any]], None] | None = None
         self.guarded: dict[int, Callable[[torch.Tensor], None]] = {}
         self._listener = listener
         self._by_storage: dict[int, list[Watched]] = {}
@@ -165,6 +171,9 @@ class WriteObserver(TorchDispatchMode):
         touched = [
             tensor for tensor in tensors_of(args, kwargs) if storage_key(tensor) in self._by_storage
         ]
+        name = func._schema.name.rpartition(":")[2]
+        if self.uses is not None and not (func.is_view or (touched and func in _COPIES)):
+            self.uses(name, args, kwargs)
         if not touched:
             self._tell_wrapped(func, args, kwargs)
             return func(*args, **kwargs)
@@ -177,7 +186,6 @@ class WriteObserver(TorchDispatchMode):
             for target in written_by(func, args, kwargs)
             for watched in self._by_storage.get(storage_key(target) or 0, ())
         ]
-        name = func._schema.name.rpartition(":")[2]
         if func is _aten._foreach_copy_.default:
             for target, source in zip(*args[:2], strict=True):
                 self._run(_aten.copy_.default, types, (target, source), {})

@@ -249,6 +249,7 @@ class ModuleRecord:
         keepalive: what the last hook made and an opaque object may point at.
         manifest: on the root of a model: the source names of the load that made it.
         framework: on the root of a model: the framework that loads it.
+        plan: on the root of a model: how tensors get to their places without loaders.
         inferred: the steps were worked out afterwards, from a model of the same construction.
         copied: the module is a copy of one that has a record, made by deepcopy or pickle.
     """
@@ -264,6 +265,7 @@ class ModuleRecord:
     keepalive: list[torch.Tensor] = attrs.field(factory=list)
     manifest: dict[str, SourceFact] | None = None
     framework: Any = None
+    plan: Any = None
     inferred: bool = False
     copied: bool = False
 

@@ -6,6 +6,7 @@ This is the only place that orders the phases and moves the state.
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from weightload.errors import (
     UsageError,
     WeightLoadError,
 )
+from weightload.express import Express
 from weightload.family import Draft, Family
 from weightload.framework import Framework
 from weightload.gate import Gate
@@ -91,6 +93,9 @@ class WeightLoadSession:
             called nevertheless, and the model is poisoned.
         veto: called before anything else, as ``callback(model)``: what returns a reason refuses
             the load.
+        plans: record which tensor goes where, and take later ones there without the model's loaders.
+            What is not as it was recorded goes through the loaders in any case. Off by default:
+            a plan knows the loaders, and not everything that they may look at.
         drafts: models that are loaded with this one, from the same tensors: all commit, or none.
             They may share modules with it. A :class:`Draft` says more than a module.
 
@@ -116,6 +121,7 @@ class WeightLoadSession:
         verify: Verify | None = None,
         publish: Iterable[Publish] = (),
         veto: Iterable[Veto] = (),
+        plans: bool = False,
         drafts: Iterable[nn.Module | Draft] = (),
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -156,6 +162,8 @@ class WeightLoadSession:
         self._transport = False
         self._kept = False
         self._block: Any = None
+        self._plans = plans
+        self._express: Express | None = None
 
     def __repr__(self) -> str:
         model = type(self.model).__name__
@@ -245,8 +253,10 @@ class WeightLoadSession:
                 if isinstance(weights, Collection):
                     weights = self._intake.read(weights)
                     preflight.check_pairs(board, self.model, self._intake, weights)
-                feed = self._feed(weights, loans)
-                board.framework.load(self.model, feed)
+                feed = self._feed(weights, loans, checked=isinstance(weights, list))
+                rest = _unless_empty(feed)
+                if rest is not None:
+                    board.framework.load(self.model, rest)
                 self._not_swallowed(board)
                 self._drained(feed)
                 self._process().settle()
@@ -289,7 +299,10 @@ class WeightLoadSession:
                 loans = self._loans(buffers, each=each)
                 with self._lending(loans):
                     feed = self._feed(pairs_of(weights), loans)
-                    shared = self._opened().framework.also(feed)
+                    rest = _unless_empty(feed)
+                    if rest is None:
+                        return set(self._intake.seen)
+                    shared = self._opened().framework.also(rest)
                     result = original(shared, *args, **kwargs)  # type: ignore[misc]
                     self._intake.end_loans(loans)
                 return result
@@ -571,6 +584,12 @@ class WeightLoadSession:
         if self._family is not None:
             self._family.again = self._board.arrivals.again
         self._board.open()
+        if self._plans and self.scope.is_full and self._family is None:
+            plan = record.plan if self._kind == "reload" and record is not None else None
+            if plan is not None:
+                self._express = self._board.express(self.model, plan)
+            if self._express is None:
+                self._board.start_recording()
         if self._kind == "reload":
             ownership.guard_open(self, modules.values())
 
@@ -636,11 +655,25 @@ class WeightLoadSession:
                 error.add_note(f"weightload: {second}")
             raise
 
-    def _feed(self, weights: Iterable[tuple[str, torch.Tensor]], loans: Loans) -> Iterator[Any]:
+    def _feed(
+        self,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        loans: Loans,
+        *,
+        checked: bool = False,
+    ) -> Iterator[Any]:
         between = self._process().settle
         if self._family is not None:
             between = functools.partial(between, self._family.shared)
-        return self._intake.feed(weights, loans=loans, between=between, lane=self._lane)
+        express = None if self._intake.lenient else self._express
+        return self._intake.feed(
+            weights,
+            loans=loans,
+            between=between,
+            lane=self._lane,
+            takes=None if express is None else express.takes,
+            checked=checked,
+        )
 
     def _not_swallowed(self, board: Board) -> None:
         """Raise what interrupted the loaders, if they went on as if nothing had happened."""
@@ -704,6 +737,10 @@ class WeightLoadSession:
         board.learning.learn()
         root = make_record(self.model)
         root.framework = self._framework
+        if self._express is None:
+            root.plan = None if self._kept else board.recorded(self.model)
+        elif self._express.stale:
+            root.plan = None  # the next load records another one
         if self._intake.seen:
             part = self._intake.wanted is not None or self._kept
             before = root.manifest if part and root.manifest is not None else {}
@@ -835,3 +872,16 @@ class WeightLoadSession:
                 error=error,
             )
         return self.receipt
+
+
+def _unless_empty(feed: Iterator[Any]) -> Iterator[Any] | None:
+    """Return what there is to iterate, ``None`` if nothing is left for the loaders."""
+    first = list(itertools.islice(feed, 1))
+    if not first:
+        return None
+
+    def rest() -> Iterator[Any]:
+        yield first.pop()
+        yield from feed
+
+    return rest()

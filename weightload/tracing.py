@@ -22,26 +22,15 @@ from weightload.entries import Entry
 from weightload.errors import UnsupportedError, WeightMismatchError
 from weightload.ledger import Region, meet
 from weightload.observer import Watched, WriteObserver, tensors_of, written_by
-from weightload.plan import Form, View, Write
+from weightload.plan import View, Write
+from weightload.scribe import type_name
 from weightload.storage import storage_key
 
-__all__ = ["Recorder", "Sources", "form_of", "type_name"]
+__all__ = ["Recorder", "Sources"]
 
 _COPIES = frozenset(("clone", "_to_copy"))
 _NUMBERS = frozenset(("fill_", "zero_"))
 _STORES = frozenset(("copy_", "_foreach_copy_"))
-
-
-def type_name(dtype: torch.dtype) -> str:
-    """Return the name of a type as plans have it."""
-    return str(dtype).removeprefix("torch.")
-
-
-def form_of(tensor: torch.Tensor) -> Form:
-    """Return the form of a tensor."""
-    return Form(
-        shape=tuple(tensor.shape), stride=tuple(tensor.stride()), dtype=type_name(tensor.dtype)
-    )
 
 
 @attrs.frozen(kw_only=True)

@@ -228,6 +228,7 @@ def loads(draw, factory, served, known, first, tried, poisoned, *, last=False):
             "verify": draw(st.sampled_from([None, None, None, "sampled", "full"])),
             "check_finite": draw(st.booleans()),
             "strict": None if last else draw(st.sampled_from([None, None, True])),
+            "plans": draw(st.booleans()),
         },
         fault=None,
         where=draw(st.sampled_from(names or [""])),
@@ -295,6 +296,8 @@ def _break(draw, load, model, initial):
     fault = draw(st.sampled_from(possible))
     if fault == "not finite":
         load.options["check_finite"] = True
+    if fault == "loader writes outside":
+        load.options["plans"] = False  # or it is not asked
     load.fault = fault
     if fault in LAZY:
         load.nested = False

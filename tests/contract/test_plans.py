@@ -1,0 +1,252 @@
+"""With plans a later load goes past the model's loaders, and comes to the same: right or refused.
+
+Damage shown: a plan that is replayed on a model whose loaders, tensors or settings are others by now
+puts tensors into the wrong places; one that takes a name which is unknown, missing or double for what
+it knows hides what the loaders would have said.
+"""
+
+import random
+
+import pytest
+import torch
+
+from weightload import (
+    DuplicateWeightError,
+    IncompleteLoadError,
+    Scope,
+    UnexpectedWeightError,
+    WeightLoadSession,
+    WeightMismatchError,
+)
+from weightload.testing import TOYS, Bench, LoadingModel, layers
+
+COMMITS = ("stream", "atomic")
+COLLECTING = {"collecting", "collecting, composed"}
+LOOKING = {"scattered"}
+SOURCES = {
+    "mapping": lambda state: state,
+    "list": lambda state: list(state.items()),
+    "iterator": lambda state: iter(list(state.items())),
+}
+
+
+class Counted(Bench):
+    """A bench that counts what the model's own loaders are given."""
+
+    def __attrs_post_init__(self):
+        super().__attrs_post_init__()
+        self.given = []
+        own = getattr(type(self.model), "load_weights", None)
+        if own is None:
+            return
+
+        class Counting(type(self.model)):
+            def load_weights(model, weights):
+                def counted():
+                    for name, tensor in weights:
+                        self.given.append(name)
+                        yield name, tensor
+
+                return own(model, counted())
+
+        self.model.__class__ = Counting
+
+
+def shuffled(state, seed):
+    names = list(state)
+    random.Random(seed).shuffle(names)
+    return {name: state[name] for name in names}
+
+
+@pytest.mark.parametrize("commit", COMMITS)
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("toy", TOYS)
+def test_loads_by_a_plan_equal_fresh_loads_in_any_order(toy, source, commit):
+    bench = Bench(TOYS[toy])
+    for seed in (2, 3, 4, 5):
+        with bench.session(plans=True, commit=commit) as session:
+            session.load(SOURCES[source](shuffled(bench.state(seed), seed)))
+        bench.serves = bench.state(seed)
+        bench.check_finished(session)
+
+
+@pytest.mark.parametrize("toy", sorted(TOYS.keys() - COLLECTING - LOOKING))
+def test_loaders_are_asked_only_for_what_they_compute_with(toy):
+    """Of most toys they are not asked at all from the second load with plans on."""
+    bench = Counted(TOYS[toy])
+    for seed in (2, 3):
+        bench.reload(bench.state(seed), plans=True)
+    record = vars(bench.model)["_weightload_record"]
+    asked = set(bench.given[len(bench.state(2)) :])
+    if hasattr(bench.model, "load_weights"):
+        assert asked == set(record.plan.plan.computed) & set(bench.state(3))
+    if toy in ("fused", "repacked", "hook over children", "attention", "bare copies"):
+        assert asked == set()
+
+
+def test_a_recorded_plan_says_where_each_shard_goes():
+    """Worked out by hand: the second of the shards fills the rows after those of the first."""
+    bench = Bench(lambda: LoadingModel(layers.FusedLinear()))
+    bench.reload(bench.state(2), plans=True)
+    plan = vars(bench.model)["_weightload_record"].plan.plan
+    rows = 0
+    for name, writes in plan.writes.items():
+        if not name.startswith("layers.0.weight/"):
+            continue
+        [write] = writes
+        shape = tuple(bench.state(2)[name].shape)
+        assert (write.place, write.source.offset, write.source.shape) == (
+            "layers.0.weight",
+            0,
+            shape,
+        )
+        assert (write.target.offset, write.target.shape) == (rows * shape[1], shape)
+        rows += shape[0]
+    assert rows == bench.model.layers[0].weight.shape[0]
+
+
+@pytest.mark.parametrize("commit", COMMITS)
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [
+        ("missing", IncompleteLoadError),
+        ("twice", DuplicateWeightError),
+        ("unknown", (UnexpectedWeightError, WeightMismatchError)),
+        ("shape", WeightMismatchError),
+        ("dtype", WeightMismatchError),
+    ],
+)
+def test_what_is_wrong_is_found_as_without_a_plan(fault, error, source, commit):
+    bench = Bench(TOYS["fused"])
+    bench.reload(bench.state(2), plans=True)
+    new = bench.state(3)
+    name = list(new)[2]
+    pairs = list(new.items())
+    if fault == "missing":
+        pairs = [pair for pair in pairs if pair[0] != name]
+    elif fault == "twice":
+        pairs.append((name, new[name]))
+    elif fault == "unknown":
+        pairs.insert(2, (f"{name}.nowhere", new[name]))
+    elif fault == "shape":
+        pairs = [(n, t[:1] if n == name else t) for n, t in pairs]
+    else:
+        pairs = [(n, t.to(torch.int32) if n == name else t) for n, t in pairs]
+    sent = dict(pairs) if source == "mapping" and fault != "twice" else pairs
+    sent = iter(sent) if source == "iterator" else sent
+    with pytest.raises(error), bench.session(plans=True, commit=commit) as session:
+        session.load(sent)
+    bench.check_ended(session)
+    bench.reload(bench.state(4), plans=True)
+
+
+def test_other_types_take_the_long_way_and_are_cast():
+    bench = Counted(TOYS["fused"])
+    for seed in (2, 3):
+        bench.reload(bench.state(seed), plans=True)
+    bench.given.clear()
+    half = {name: tensor.half() for name, tensor in bench.state(4).items()}
+    bench.reload(half, plans=True)
+    assert sorted(bench.given) == sorted(half)
+
+
+@pytest.mark.parametrize("how", ["loader", "load_weights", "setting", "list", "attribute tensor"])
+def test_a_plan_ends_when_the_loaders_or_what_they_look_at_change(how):
+    """The loader puts shards at the place that a table of the module names."""
+
+    class Placed(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(4), requires_grad=False)
+            self.weight.weight_loader = self.load
+            self.shift, self.order = 0, [0, 1]
+            self.table = torch.tensor([0, 1])
+
+        def load(self, place, tensor, shard):
+            slot = (self.order[shard] + self.shift + int(self.table[shard]) - shard) % 2
+            place.data[2 * slot : 2 * slot + 2].copy_(tensor)
+
+    class Model(torch.nn.Module):
+        turned = False
+
+        def __init__(self):
+            super().__init__()
+            self.inner = Placed()
+
+        def load_weights(self, weights):
+            for name, tensor in weights:
+                shard = int(name[-1]) ^ self.turned
+                self.inner.weight.weight_loader(self.inner.weight, tensor, shard)
+
+    class Turned(Model):
+        def load_weights(self, weights):
+            for name, tensor in weights:
+                self.inner.weight.weight_loader(self.inner.weight, tensor, 1 - int(name[-1]))
+
+    model = Model()
+
+    def load(start):
+        sent = {"s.0": torch.tensor([start, start]), "s.1": torch.tensor([start + 1, start + 1])}
+        with WeightLoadSession(model, plans=True) as session:
+            session.load(sent)
+        return model.inner.weight.tolist()
+
+    assert load(1.0) == [1, 1, 2, 2]
+    assert load(3.0) == [3, 3, 4, 4]
+    if how == "loader":
+        inner = model.inner
+        inner.weight.weight_loader = lambda place, tensor, shard: inner.load(
+            place, tensor, 1 - shard
+        )
+    elif how == "load_weights":
+        model.__class__ = Turned
+    elif how == "setting":
+        model.inner.shift = 1
+    elif how == "list":
+        model.inner.order[:] = [1, 0]
+    else:
+        model.inner.table.copy_(torch.tensor([1, 0]))
+    assert load(5.0) == [6, 6, 5, 5]
+    assert load(7.0) == [8, 8, 7, 7]
+
+
+@pytest.mark.parametrize("commit", COMMITS)
+def test_verification_and_the_check_of_values_work_by_a_plan(commit):
+    bench = Bench(TOYS["everything"])
+    for seed in (2, 3, 4):
+        session = bench.reload(
+            bench.state(seed), plans=True, verify="full", check_finite=True, commit=commit
+        )
+        assert session.receipt.verdict
+    bad = bench.state(5)
+    bad["layers.0.weight"][0, 0] = float("nan")
+    with (
+        pytest.raises(WeightMismatchError, match=r"layers\.0\.weight"),
+        bench.session(plans=True, check_finite=True, commit=commit) as session,
+    ):
+        session.load(bad)
+    bench.check_ended(session)
+
+
+def test_receipts_count_the_same_on_both_ways():
+    """Names, bytes and what was written do not depend on the way."""
+    counted = []
+    for plans in (False, True):
+        bench = Bench(TOYS["fused"])
+        for seed in (2, 3):
+            receipt = bench.reload(bench.state(seed), plans=plans).receipt
+        counted.append(
+            (receipt.consumed, receipt.skipped, receipt.bytes_received, receipt.bytes_written)
+        )
+    assert counted[0] == counted[1]
+
+
+def test_loads_of_a_part_and_loads_by_a_plan_go_together():
+    bench = Bench(TOYS["plain"])
+    for seed in (2, 3):
+        bench.reload(bench.state(seed), plans=True)
+    part = {"layers.0.weight": bench.state(4)["layers.0.weight"]}
+    with bench.session(plans=True, scope=Scope.only(list(part))) as session:
+        session.load(part)
+    bench.reload(bench.state(5), plans=True)
