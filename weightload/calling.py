@@ -11,6 +11,9 @@ from typing import Any
 
 __all__ = ["Lane", "ask_all"]
 
+_MOMENT = 0.1
+"""Seconds that a call which is about to end gets to do so."""
+
 
 class Lane:
     """Calls to one of them, one after another, in a thread that lives while there are any.
@@ -70,7 +73,7 @@ def ask_all(
 ) -> dict[str, Any]:
     """Call ``make(name)`` on every lane at once; return what each gave, or the exception.
 
-    A lane on which an earlier call is still under way is asked too, and not waited for.
+    A lane on which an earlier call is still under way is asked too, and waited for a moment only.
 
     Args:
         lanes: whom to ask.
@@ -88,6 +91,7 @@ def ask_all(
         answers[lane.name] = lane.ask(lambda name=lane.name: make(name))  # type: ignore[misc]
     began = time.monotonic()
     wait([answer for name, answer in answers.items() if not late[name]], timeout=seconds)
+    wait([answer for name, answer in answers.items() if late[name]], timeout=min(seconds, _MOMENT))
     found: dict[str, Any] = {}
     for name, answer in answers.items():
         if answer.done():
