@@ -84,7 +84,8 @@ class Subject(Bench):
         """Check a load that was finished."""
         self.serves = self.served = dict(load.becomes)
         part = load.scope.startswith(("only", "stays away"))
-        self.known = load.sends.keys() | (self.known if part else set())
+        replaced = set(TIED) if set(TIED) & load.sends.keys() else set()
+        self.known = load.sends.keys() | (self.known - replaced if part else set())
         if self.first is None:
             self.first = set(load.sends)
             self.kept = Kept.of(self.model)
