@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -24,7 +25,7 @@ from weightload.storage import extent_of, storage_key
 from weightload.transport import Loan, Loans
 from weightload.verifying import Verification
 
-__all__ = ["Intake", "finite", "pairs_of", "unpack", "wide_floats"]
+__all__ = ["Intake", "finite", "pairs_of", "unless_empty", "unpack", "wide_floats"]
 
 Pair = tuple[str, torch.Tensor]
 
@@ -447,3 +448,16 @@ def unpack(pair: Any) -> tuple[Any, Any]:
             f"A source yields (name, tensor) pairs; found {type(pair).__name__}."
         ) from None
     return name, tensor
+
+
+def unless_empty(feed: Iterator[Any]) -> Iterator[Any] | None:
+    """Return what there is to iterate, ``None`` if nothing is left for the loaders."""
+    first = list(itertools.islice(feed, 1))
+    if not first:
+        return None
+
+    def rest() -> Iterator[Any]:
+        yield first.pop()
+        yield from feed
+
+    return rest()

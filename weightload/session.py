@@ -6,7 +6,6 @@ This is the only place that orders the phases and moves the state.
 from __future__ import annotations
 
 import functools
-import itertools
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -32,7 +31,7 @@ from weightload.express import Express
 from weightload.family import Draft, Family
 from weightload.framework import Framework
 from weightload.gate import Gate
-from weightload.intake import Intake, pairs_of
+from weightload.intake import Intake, pairs_of, unless_empty
 from weightload.lanes import Lane
 from weightload.plan import Plan
 from weightload.processing import Processing
@@ -254,7 +253,7 @@ class WeightLoadSession:
                     weights = self._intake.read(weights)
                     preflight.check_pairs(board, self.model, self._intake, weights)
                 feed = self._feed(weights, loans, checked=isinstance(weights, list))
-                rest = _unless_empty(feed)
+                rest = unless_empty(feed)
                 if rest is not None:
                     board.framework.load(self.model, rest)
                 self._not_swallowed(board)
@@ -299,7 +298,7 @@ class WeightLoadSession:
                 loans = self._loans(buffers, each=each)
                 with self._lending(loans):
                     feed = self._feed(pairs_of(weights), loans)
-                    rest = _unless_empty(feed)
+                    rest = unless_empty(feed)
                     if rest is None:
                         return set(self._intake.seen)
                     shared = self._opened().framework.also(rest)
@@ -872,16 +871,3 @@ class WeightLoadSession:
                 error=error,
             )
         return self.receipt
-
-
-def _unless_empty(feed: Iterator[Any]) -> Iterator[Any] | None:
-    """Return what there is to iterate, ``None`` if nothing is left for the loaders."""
-    first = list(itertools.islice(feed, 1))
-    if not first:
-        return None
-
-    def rest() -> Iterator[Any]:
-        yield first.pop()
-        yield from feed
-
-    return rest()
