@@ -257,7 +257,7 @@ class WeightLoadSession:
                 if rest is not None:
                     board.framework.load(self.model, rest)
                 self._not_swallowed(board)
-                self._drained(feed)
+                self._drained(feed if rest is None else rest)
                 self._process().settle()
                 self._intake.end_loans(loans)
                 self._intake.end_batch()

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.vllm
 def test_worker_methods_take_the_steps_one_by_one(run_case):
     """Under a prefix of one's own; ``status`` tells at every point where the model stands."""
     case = run_case("entry", family="llama", way="methods")
-    nothing = {"rank": 0, "session": None, "state": None, "version": None, "poison": None}
+    nothing = dict.fromkeys(["session", "opener", "state", "version", "poison"]) | {"rank": 0}
     assert case["at first"] == nothing
     session = case["after start"]["session"]
     assert case["after start"] == {**nothing, "session": session, "state": "prepared"}

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,12 @@ def test_a_training_loop_has_the_trainer_and_the_engine_agree(tmp_path):
     """After each update they differ by the numerics; without it by ten times that and more."""
     figures, log = tmp_path / "figures.json", tmp_path / "log.txt"
     command = [sys.executable, str(EXAMPLES / "rl_loop.py"), "--dtype", *NUMERICS, "--steps", "3"]
-    settings = {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1", "TMPDIR": str(tmp_path)}
+    settings = {
+        "OMP_NUM_THREADS": "1",
+        "TORCH_COMPILE_DISABLE": "1",
+        "TMPDIR": str(tmp_path),
+        "VLLM_RPC_BASE_PATH": tempfile.gettempdir(),  # names of sockets have to be short
+    }
     with log.open("w") as stream:
         process = subprocess.Popen(
             [*command, "--samples", "16", "--json", str(figures)],
