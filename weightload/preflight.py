@@ -89,6 +89,7 @@ def check_set(
         if fact.consumed
         and name not in weights
         and name not in intake.seen
+        and name not in intake.optional
         and (intake.wanted is None or name in intake.wanted)
         and not intake.scope.may_miss(name, fact.place or name)
     ]
