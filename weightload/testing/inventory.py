@@ -86,4 +86,4 @@ def _place(tensor: torch.Tensor) -> Any:
     if tensor.is_meta:
         return storage._cdata, form
     bits = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-    return storage._cdata, storage.data_ptr(), storage.nbytes(), form, hash(bits.numpy().tobytes())
+    return storage._cdata, storage.data_ptr(), storage.nbytes(), form, digest(bits)
