@@ -9,6 +9,8 @@ import attrs
 import torch
 from torch import nn
 
+from weightload.digest import digest
+
 __all__ = ["Inventory"]
 
 _DEPTH = 4
