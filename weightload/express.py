@@ -222,7 +222,11 @@ class Express:
     Args:
         load: what the parts of the session share.
         arrivals: is told what has arrived.
-        recorded: the plan; ``None`` if there is none.
+        recorded: the plan, which holds now.
+
+    Attributes:
+        stale: whether something came that the plan does not know, or a loader is another one, so
+            that the next load has to record anew.
     """
 
     def __init__(self, load: Load, arrivals: Arrivals, recorded: Recorded) -> None:

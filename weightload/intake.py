@@ -257,7 +257,8 @@ class Intake:
         try:
             for pair in self._read(weights):
                 name, tensor = unpack(pair)
-                if takes is not None:
+                ordered = takes is not None and isinstance(tensor, torch.Tensor)
+                if takes is not None and ordered:
                     lane.arrived(tensor)
                     if takes(name, tensor):
                         between()
@@ -268,7 +269,8 @@ class Intake:
                 if self.drops(name):
                     self.dropped.add(name)
                     continue
-                lane.arrived(tensor)
+                if not ordered:
+                    lane.arrived(tensor)
                 loan = loans.lend(name, tensor)
                 self._begin(loan)
                 yield name, loan.tensor

@@ -171,9 +171,8 @@ class WriteObserver(TorchDispatchMode):
         touched = [
             tensor for tensor in tensors_of(args, kwargs) if storage_key(tensor) in self._by_storage
         ]
-        name = func._schema.name.rpartition(":")[2]
         if self.uses is not None and not (func.is_view or (touched and func in _COPIES)):
-            self.uses(name, args, kwargs)
+            self.uses(_name_of(func), args, kwargs)
         if not touched:
             self._tell_wrapped(func, args, kwargs)
             return func(*args, **kwargs)
@@ -186,6 +185,7 @@ class WriteObserver(TorchDispatchMode):
             for target in written_by(func, args, kwargs)
             for watched in self._by_storage.get(storage_key(target) or 0, ())
         ]
+        name = _name_of(func)
         if func is _aten._foreach_copy_.default:
             for target, source in zip(*args[:2], strict=True):
                 self._run(_aten.copy_.default, types, (target, source), {})
@@ -265,6 +265,11 @@ class StaleReads(TorchDispatchMode):
                     parameter=name,
                 )
         return func(*args, **(kwargs or {}))
+
+
+def _name_of(func: Any) -> str:
+    """Return the name of an operation, without its package and overload."""
+    return str(func._schema.name).rpartition(":")[2]
 
 
 def _region(

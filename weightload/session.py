@@ -253,7 +253,7 @@ class WeightLoadSession:
                     weights = self._intake.read(weights)
                     preflight.check_pairs(board, self.model, self._intake, weights)
                 feed = self._feed(weights, loans, checked=isinstance(weights, list))
-                rest = unless_empty(feed)
+                rest = self._for_loaders(feed)
                 if rest is not None:
                     board.framework.load(self.model, rest)
                 self._not_swallowed(board)
@@ -298,7 +298,7 @@ class WeightLoadSession:
                 loans = self._loans(buffers, each=each)
                 with self._lending(loans):
                     feed = self._feed(pairs_of(weights), loans)
-                    rest = unless_empty(feed)
+                    rest = self._for_loaders(feed)
                     if rest is None:
                         return set(self._intake.seen)
                     shared = self._opened().framework.also(rest)
@@ -674,6 +674,10 @@ class WeightLoadSession:
             checked=checked,
         )
 
+    def _for_loaders(self, feed: Iterator[Any]) -> Iterator[Any] | None:
+        """Return what the loaders get, ``None`` if a plan has taken everything."""
+        return feed if self._express is None else unless_empty(feed)
+
     def _not_swallowed(self, board: Board) -> None:
         """Raise what interrupted the loaders, if they went on as if nothing had happened."""
         for error in (self._intake.failure, board.arrivals.observer.refusal):
@@ -736,9 +740,10 @@ class WeightLoadSession:
         board.learning.learn()
         root = make_record(self.model)
         root.framework = self._framework
-        if self._express is None:
-            root.plan = None if self._kept else board.recorded(self.model)
-        elif self._express.stale:
+        recorded = board.recorded(self.model)
+        if recorded is not None:
+            root.plan = None if self._kept else recorded
+        elif self._express is not None and self._express.stale:
             root.plan = None  # the next load records another one
         if self._intake.seen:
             part = self._intake.wanted is not None or self._kept

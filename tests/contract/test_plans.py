@@ -242,6 +242,50 @@ def test_receipts_count_the_same_on_both_ways():
     assert counted[0] == counted[1]
 
 
+def test_a_load_without_plans_and_one_of_a_part_leave_the_plan():
+    """They neither use it nor forget it."""
+    bench = Counted(TOYS["fused"])
+    bench.reload(bench.state(2), plans=True)
+    bench.reload(bench.state(3))
+    with bench.session(scope=Scope.only(["layers.0.*"])) as session:
+        session.load({n: t for n, t in bench.state(4).items() if n.startswith("layers.0.")})
+    bench.given.clear()
+    bench.reload(bench.state(5), plans=True)
+    assert bench.given == []
+
+
+def test_an_empty_source_goes_to_the_loaders_unless_a_plan_is_used():
+    """A model may do something when it has read everything, however little that was."""
+    calls = []
+
+    class Ending(LoadingModel):
+        def load_weights(self, weights):
+            super().load_weights(weights)
+            calls.append("end")
+
+    bench = Bench(lambda: Ending(layers.Linear()))
+    calls.clear()
+    with bench.session() as session:
+        session.load(iter(()))
+        session.load(bench.state(2))
+        session.load_through(lambda: bench.model.load_weights(iter(())), exact=True)
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize(
+    "pair", [("layers.0.weight", None), ("layers.0.weight",), (7, torch.ones(1))]
+)
+def test_what_is_no_pair_is_named_by_a_plan_as_well(pair):
+    bench = Bench(TOYS["fused"])
+    for seed in (2, 3):
+        bench.reload(bench.state(seed), plans=True)
+    with (
+        pytest.raises(WeightMismatchError, match=r"\(name, tensor\) pairs"),
+        bench.session(plans=True) as session,
+    ):
+        session.load(iter([pair]))
+
+
 def test_loads_of_a_part_and_loads_by_a_plan_go_together():
     bench = Bench(TOYS["plain"])
     for seed in (2, 3):

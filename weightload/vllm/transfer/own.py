@@ -42,9 +42,15 @@ class OwnEngine(SessionDriven, WeightTransferEngine):
 
     def receive_weights(self, update_info: Any) -> None:
         """Refuse: messages are taken by ``update_weights`` and need a session."""
-        raise NotImplementedError("call update_weights")
+        raise NotImplementedError(
+            f"{type(self).__name__} takes messages in update_weights, where a session is open for "
+            f"them; receive_weights was called by itself. Call update_weights."
+        )
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
         """Refuse: versions of vLLM in which the engine's class sends want to see this method."""
-        raise NotImplementedError("use the trainer's class")
+        raise NotImplementedError(
+            "A worker's engine does not send. Make the trainer's side with "
+            "WeightTransferTrainerFactory.trainer_init."
+        )
