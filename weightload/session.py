@@ -36,6 +36,7 @@ from weightload.gate import Gate
 from weightload.intake import Intake, pairs_of, unless_empty
 from weightload.lanes import Lane
 from weightload.plan import Plan
+from weightload.planning import uses_plans
 from weightload.processing import Processing
 from weightload.progress import Progress
 from weightload.quick import Quick
@@ -98,8 +99,9 @@ class WeightLoadSession:
         veto: called before anything else, as ``callback(model)``: what returns a reason refuses
             the load.
         plans: record which tensor goes where, and take later ones there without the model's loaders.
-            What is not as it was recorded goes through the loaders in any case. Off by default:
-            a plan knows the loaders, and not everything that they may look at.
+            What is not as it was recorded goes through the loaders in any case. By default what
+            the variable ``WEIGHTLOAD_PLANS`` says: ``on``, which it is unless set, ``off``, or
+            ``random`` for a coin per session.
         drafts: models that are loaded with this one, from the same tensors: all commit, or none.
             They may share modules with it. A :class:`Draft` says more than a module.
 
@@ -125,7 +127,7 @@ class WeightLoadSession:
         verify: Verify | None = None,
         publish: Iterable[Publish] = (),
         veto: Iterable[Veto] = (),
-        plans: bool = False,
+        plans: bool | None = None,
         drafts: Iterable[nn.Module | Draft] = (),
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -166,7 +168,7 @@ class WeightLoadSession:
         self._transport = False
         self._kept = False
         self._block: Any = None
-        self._plans = plans
+        self._plans = uses_plans(plans)
         self._modules: dict[str, nn.Module] = {}
         self._recorded: Recorded | None = None
         self._body: Body | None = None
@@ -784,7 +786,7 @@ class WeightLoadSession:
 
     def _process_early(self, call: str, module: nn.Module, role: Role) -> bool:
         with self._gate.call(call, None, inside=True), self._failing("process"):
-            board = self._opened()
+            self._opened()
             if self.state is SessionState.PREPARED:
                 self._gate.move(Event.LOAD)
             with self._working():
