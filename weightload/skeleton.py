@@ -7,6 +7,7 @@ found is remembered, weakly: nothing here keeps a module or a tensor alive that 
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
@@ -111,7 +112,7 @@ class _Settings:
             found.values.append(None if getter is None else getter(mine))
             for key, value in mine.items():
                 if _is_container(value):
-                    found.containers.append(_Setting(place, key, value.copy()))
+                    found.containers.append(_Setting(place, key, copy.copy(value)))
             for key, tensor in _integers(mine):
                 found.tensors.append(_Setting(place, key, tensor.detach().clone()))
         return found
