@@ -45,6 +45,7 @@ from weightload.ownership import (
 )
 from weightload.plan import Plan
 from weightload.raw import in_session
+from weightload.reading import Checkpoint
 from weightload.receipt import Names, Receipt
 from weightload.registry import ModuleRegistry, ModuleRule, Role
 from weightload.replica import FleetReceipt, Replica, Standing
@@ -58,6 +59,7 @@ except PackageNotFoundError:  # used from a source tree that is not installed
     __version__ = "0+unknown"
 
 __all__ = [
+    "Checkpoint",
     "CheckpointError",
     "CheckpointFileError",
     "Draft",

@@ -17,7 +17,7 @@ from torch import nn
 from weightload.arrivals import Arrivals
 from weightload.entries import Entry, Load
 from weightload.ledger import Region, locate, meet, volume
-from weightload.plan import Plan, View, Write
+from weightload.plan import Form, Plan, View, Write
 from weightload.record import SourceFact
 from weightload.scribe import form_of
 
@@ -41,6 +41,8 @@ class _Copy:
         count: its elements.
         loader: the parameter's own loader when the plan was recorded.
         whole: whether the whole source goes there as it is.
+        start: elements of the source before what is read, if both are contiguous and of one type;
+            ``None`` if they are not.
         live: a tensor that is written where it is, with the view of its part.
     """
 
@@ -49,6 +51,7 @@ class _Copy:
     count: int
     loader: object
     whole: bool
+    start: int | None
     live: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def target(self, entry: Entry) -> torch.Tensor:
@@ -140,7 +143,8 @@ class Recorded:
             if region is None:
                 return None
             loader = self.loaders.get(write.place)
-            copies.append(_Copy(write, region, volume(region), loader, write.source == form.whole))
+            whole, start = write.source == form.whole, _start_of(write)
+            copies.append(_Copy(write, region, volume(region), loader, whole, start))
         dtype = getattr(torch, form.dtype)
         fact = SourceFact(
             shape=form.shape,
@@ -211,6 +215,15 @@ def _loader_of(tensor: torch.Tensor) -> object:
     return loader.__func__ if getattr(loader, "__self__", None) is tensor else loader
 
 
+def _start_of(write: Write) -> int | None:
+    """Return where in a source the run of elements begins that is copied to a run; else ``None``."""
+    source, target = write.source, write.target
+    if source is None or source.dtype != target.dtype:
+        return None
+    straight = Form.contiguous(source.shape, source.dtype).stride
+    return source.offset if source.stride == target.stride == straight else None
+
+
 def _region(view: View, entry: Entry) -> Region | None:
     tensor = entry.tensor
     return locate(view.offset, view.shape, view.stride, tuple(tensor.shape), tuple(tensor.stride()))
@@ -271,6 +284,40 @@ class Express:
             self._do(name, copy, entry, tensor)
         return True
 
+    def reserve(
+        self, name: str, shape: torch.Size, dtype: torch.dtype
+    ) -> list[tuple[int, torch.Tensor]] | None:
+        """Enter one tensor as if it had come, and return where its parts have to be put at once.
+
+        Until that is done nothing of the session may go on.
+
+        Returns:
+            For each run of elements of the source that is needed where it begins, and a contiguous
+            tensor of the same type that takes it. ``None`` if that is not all that has to be done:
+            nothing was done then, and the tensor has to come.
+        """
+        intake = self._load.intake
+        route = self._recorded.route(name, self._entries)
+        if (
+            route is None
+            or name in intake.seen
+            or dtype is not route.dtype
+            or shape != route.shape
+            or intake.check_finite
+            or intake.verification is not None
+        ):
+            return None
+        found = []
+        for copy in route.copies:
+            entry = self._entries[copy.write.place]
+            if copy.start is None or not self._fits(copy, entry):
+                return None
+            found.append((copy.start, copy, entry))
+        intake.current = name
+        intake.seen[name] = route.fact
+        intake.nbytes += route.nbytes
+        return [(start, self._enter(name, copy, entry)) for start, copy, entry in found]
+
     def _fits(self, copy: _Copy, entry: Entry) -> bool:
         """Whether a write can be done, and means what it meant when it was recorded."""
         if entry.closed or entry.watched is None or entry.ledger.has(copy.region):
@@ -282,13 +329,26 @@ class Express:
             return False
         return True
 
-    def _do(self, name: str, copy: _Copy, entry: Entry, tensor: torch.Tensor) -> None:
-        load, guard = self._load, _without_modes()  # nobody has to watch what is known
+    def _enter(self, name: str, copy: _Copy, entry: Entry) -> torch.Tensor:
+        """Note that a write is done, and return what has to be written."""
+        load = self._load
+        guard = _without_modes()  # nobody has to watch what is known
         if entry.staging is None:
             load.mark_dirty()
         elif not entry.staging.allocated and entry.watched is not None:
             load.allocate(entry.watched.storage)
-        target, source = copy.target(entry), copy.source(tensor)
+        target = copy.target(entry)
+        del guard
+        load.counts.bytes_written += copy.count * target.element_size()
+        entry.ledger.fill(copy.region, name, copy.count)
+        if entry.readers:
+            self._arrivals.note_ready(entry)
+        return target
+
+    def _do(self, name: str, copy: _Copy, entry: Entry, tensor: torch.Tensor) -> None:
+        target = self._enter(name, copy, entry)
+        load, guard = self._load, _without_modes()
+        source = copy.source(tensor)
         verification = load.intake.verification
         if verification is not None and not entry.packed:
             verification.note(entry, copy.region, target, source)
@@ -297,7 +357,3 @@ class Express:
         else:
             target.copy_(source)
         del guard
-        load.counts.bytes_written += copy.count * target.element_size()
-        entry.ledger.fill(copy.region, name, copy.count)
-        if entry.readers:
-            self._arrivals.note_ready(entry)

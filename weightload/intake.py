@@ -25,9 +25,12 @@ from weightload.storage import extent_of, storage_key
 from weightload.transport import Loan, Loans
 from weightload.verifying import Verification
 
-__all__ = ["Intake", "finite", "pairs_of", "unless_empty", "unpack", "wide_floats"]
+__all__ = ["FILLED", "Intake", "finite", "pairs_of", "unless_empty", "unpack", "wide_floats"]
 
 Pair = tuple[str, torch.Tensor]
+
+FILLED: Any = object()
+"""What a source yields when it has put tensors to their places itself."""
 
 _WIDE = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
@@ -176,6 +179,13 @@ class Intake:
         known = self.manifest is not None and name in self.manifest
         return not known and self.scope.may_come(name)
 
+    def leaves(self, name: str) -> bool:
+        """Leave out what the model has no place for, if the scope allows; say whether that is so."""
+        drops = self.drops(name)
+        if drops:
+            self.dropped.add(name)
+        return drops
+
     def check_form(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> None:
         """Compare shape and type with those of the load that made the model, if it is known.
 
@@ -256,6 +266,9 @@ class Intake:
         lane = Lane() if lane is None else lane
         try:
             for pair in self._read(weights):
+                if pair is FILLED:
+                    between()
+                    continue
                 name, tensor = unpack(pair)
                 ordered = takes is not None and isinstance(tensor, torch.Tensor)
                 if takes is not None and ordered:
@@ -266,8 +279,7 @@ class Intake:
                         continue
                 if not checked:
                     self.check_pair(name, tensor)
-                if self.drops(name):
-                    self.dropped.add(name)
+                if self.leaves(name):
                     continue
                 if not ordered:
                     lane.arrived(tensor)

@@ -18,7 +18,7 @@ from weightload.errors import (
 from weightload.intake import Intake, unpack
 from weightload.transport import Loans
 
-__all__ = ["check_pairs", "check_set", "refused"]
+__all__ = ["check_forms", "check_pairs", "check_set", "refused"]
 
 Pair = tuple[str, torch.Tensor]
 
@@ -46,6 +46,20 @@ def check_pairs(board: Board, model: nn.Module, intake: Intake, pairs: list[Any]
         if intake.rehearses(name):
             unknown.append(pair)
     _rehearse(board, model, intake, unknown)
+
+
+def check_forms(board: Board, model: nn.Module, intake: Intake, forms: Mapping[str, Any]) -> None:
+    """Check names, shapes and types that are at hand without their data, as for a load of them.
+
+    Raises:
+        CheckpointError: one does not fit, or came before.
+    """
+    for name in forms.keys() & intake.seen.keys():
+        if not intake.drops(name):
+            raise DuplicateWeightError(
+                f"{name!r} arrived twice in this session. Send each tensor once.", name=name
+            )
+    check_set(board, model, intake, forms, complete=False)
 
 
 def check_set(

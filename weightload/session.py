@@ -29,13 +29,15 @@ from weightload.errors import (
 )
 from weightload.express import Express
 from weightload.family import Draft, Family
+from weightload.filling import Filling
 from weightload.framework import Framework
 from weightload.gate import Gate
-from weightload.intake import Intake, pairs_of, unless_empty
+from weightload.intake import FILLED, Intake, pairs_of, unless_empty
 from weightload.lanes import Lane
 from weightload.plan import Plan
 from weightload.processing import Processing
 from weightload.progress import Progress
+from weightload.reading import Checkpoint
 from weightload.receipt import Receipt
 from weightload.record import make_record, record_of
 from weightload.registry import Role
@@ -224,7 +226,9 @@ class WeightLoadSession:
             weights: a mapping, or an iterable of ``(name, tensor)`` pairs. A mapping, a sequence
                 or another collection is checked whole, before anything is written, and its memory
                 may change when ``load`` returns. The memory of what an iterator yields may change
-                as soon as the next tensor is asked for.
+                as soon as the next tensor is asked for. A :class:`Checkpoint` is read as it is
+                loaded, straight to where tensors belong where that is known: its names, shapes
+                and types are checked before anything is written, its values as they come.
             transport: the buffers that are going to be reused, a tensor or several; tensors with
                 memory elsewhere are taken for the model's own. By default all memory is.
                 ``[]`` says that none is: everything is handed over for good.
@@ -245,11 +249,17 @@ class WeightLoadSession:
         that is allowed the session has ended; ``state`` says whether the model is intact.
         """
         with self._gate.call("load", Event.LOAD):
-            loans = self._loans(buffers_of(transport), each=not isinstance(weights, Collection))
+            files = weights if isinstance(weights, Checkpoint) else None
+            each = files is not None or not isinstance(weights, Collection)
+            buffers = buffers_of(transport)
+            loans = self._loans(buffers if files is None else None, each=each)
             self._gate.move(Event.LOAD)
             self._lane.single_stream = single_stream
             with self._failing("load"), self._loading() as board, self._lending(loans):
-                if isinstance(weights, Collection):
+                if files is not None:
+                    preflight.check_forms(board, self.model, self._intake, files.forms)
+                    weights = self._filling(files)
+                elif isinstance(weights, Collection):
                     weights = self._intake.read(weights)
                     preflight.check_pairs(board, self.model, self._intake, weights)
                 feed = self._feed(weights, loans, checked=isinstance(weights, list))
@@ -672,6 +682,14 @@ class WeightLoadSession:
             lane=self._lane,
             takes=None if express is None else express.takes,
             checked=checked,
+        )
+
+    def _filling(self, checkpoint: Checkpoint) -> Filling:
+        return Filling(
+            checkpoint,
+            reserve=None if self._express is None else self._express.reserve,
+            leaves=self._intake.leaves,
+            filled=FILLED,
         )
 
     def _for_loaders(self, feed: Iterator[Any]) -> Iterator[Any] | None:

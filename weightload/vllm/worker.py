@@ -19,7 +19,7 @@ from weightload.arena import Arena
 from weightload.baking import bake
 from weightload.errors import ModelBusyError, UnsupportedError, UsageError
 from weightload.family import Draft
-from weightload.files import Header, checkpoint_folder, read_headers
+from weightload.files import checkpoint_folder
 from weightload.lifecycle import abort_reload, finish_reload, start_reload
 from weightload.outcomes import Outcome, gather, outcome_of
 from weightload.ownership import (
@@ -29,10 +29,10 @@ from weightload.ownership import (
     record_poison,
     weights_version,
 )
+from weightload.reading import Checkpoint
 from weightload.record import record_of
 from weightload.scope import Scope
 from weightload.vllm import caches, compat
-from weightload.vllm.lazy import LazyCheckpoint
 from weightload.vllm.vetoes import draft_of, vetoes_of
 from weightload.wire import BucketReader
 
@@ -186,10 +186,12 @@ def _load_path(worker: Any, path: str | None = None, opener: str | None = None) 
         model_config.model = str(folder)
         model_config.model_weights = ""
         model_config.revision = None
-    headers = _headers(loader, model_config, model)
-    if headers is not None:
-        session.check(LazyCheckpoint(headers), complete=True)
-    if session.baseline_known:
+    checkpoint = _checkpoint(loader, model_config, model)
+    if checkpoint is not None:
+        session.check(checkpoint.forms, complete=True)
+    if session.baseline_known and checkpoint is not None and compat.reads_plainly(loader, model):
+        session.load(checkpoint)
+    elif session.baseline_known:
         session.load(loader.get_all_weights(model_config, model), transport=[])
     else:
         # Files come in the order of a fresh load, in which the last of several names counts.
@@ -356,16 +358,7 @@ def _loader(worker: Any) -> Any:
     return get_model_loader(config)
 
 
-def _headers(loader: Any, model_config: Any, model: nn.Module) -> dict[str, Header] | None:
-    """Return the headers of the files that will be read, ``None`` if they cannot be foretold."""
-    prepare = getattr(loader, "_prepare_weights", None)
-    if prepare is None or getattr(model, "secondary_weights", None):
-        return None
-    _, files, safetensors, _ = prepare(
-        model_config.model,
-        None,
-        model_config.revision,
-        getattr(model, "fall_back_to_pt_during_load", True),
-        getattr(model, "allow_patterns_overrides", None),
-    )
-    return read_headers(sorted(files)) if safetensors else None
+def _checkpoint(loader: Any, model_config: Any, model: nn.Module) -> Checkpoint | None:
+    """Return the files that will be read, ``None`` if they cannot be foretold."""
+    files = compat.safetensors_files(loader, model_config, model)
+    return None if files is None else Checkpoint(files)
