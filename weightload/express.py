@@ -285,7 +285,7 @@ class Express:
         return True
 
     def reserve(
-        self, name: str, shape: torch.Size, dtype: torch.dtype
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype
     ) -> list[tuple[int, torch.Tensor]] | None:
         """Enter one tensor as if it had come, and return where its parts have to be put at once.
 

@@ -8,21 +8,16 @@ import os
 import struct
 from collections.abc import Iterable
 from pathlib import Path
-
-import attrs
+from typing import NamedTuple
 
 from weightload.errors import CheckpointFileError, DuplicateWeightError
 
-__all__ = ["Header", "Stamp", "checkpoint_folder", "read_headers", "safetensors_of", "stamp_of"]
+__all__ = ["Header", "checkpoint_folder", "read_headers", "safetensors_of", "stamp_of"]
 
 _LONGEST_HEADER = 100_000_000
 
-Stamp = tuple[int, int, int]
-"""Inode, size, and time of the last change in nanoseconds."""
 
-
-@attrs.frozen(kw_only=True)
-class Header:
+class Header(NamedTuple):
     """One tensor of a safetensors file, without its data.
 
     Attributes:
@@ -39,7 +34,7 @@ class Header:
     shape: tuple[int, ...]
     offset: int
     nbytes: int
-    stamp: Stamp
+    stamp: tuple[int, int, int]
 
 
 def checkpoint_folder(path: str | Path) -> Path:
@@ -85,8 +80,8 @@ def safetensors_of(folder: Path) -> list[Path]:
     return files
 
 
-def stamp_of(status: os.stat_result) -> Stamp:
-    """Return what tells one state of a file from another."""
+def stamp_of(status: os.stat_result) -> tuple[int, int, int]:
+    """Return what tells one state of a file from another: inode, size, and time of change in ns."""
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 

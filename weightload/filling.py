@@ -16,7 +16,7 @@ from weightload.reading import Checkpoint, Piece, dtype_of, opened, read_pieces
 
 __all__ = ["Filling", "Reserve"]
 
-Reserve = Callable[[str, torch.Size, torch.dtype], list[tuple[int, torch.Tensor]] | None]
+Reserve = Callable[[str, tuple[int, ...], torch.dtype], list[tuple[int, torch.Tensor]] | None]
 """Gives the places of a tensor: from which element of it on, and contiguous memory of its type.
 
 What it gives must be filled before the session goes on. ``None`` if that is not known, or not as
@@ -71,13 +71,12 @@ class Filling:
         pieces: list[Piece] = []
         waiting = 0
         for name, header in tensors:
-            if self._leaves(name):
-                continue
-            dtype = dtype_of(header)
-            places = None
+            dtype, places = dtype_of(header), None
             if self._reserve is not None and dtype is not None:
-                places = self._reserve(name, torch.Size(header.shape), dtype)
+                places = self._reserve(name, header.shape, dtype)
             if places is None:
+                if self._leaves(name):
+                    continue
                 if pieces:
                     yield self._fill(handle, first, pieces)
                     pieces, waiting = [], 0

@@ -11,13 +11,13 @@ threads, or by advice to the system, was measured and lost, with the file in the
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import attrs
 import torch
 
 from weightload.errors import CheckpointFileError, UnsupportedError
@@ -50,8 +50,7 @@ _MOST = os.sysconf("SC_IOV_MAX") if "SC_IOV_MAX" in os.sysconf_names else 16
 """How many places one call may fill."""
 
 
-@attrs.frozen(slots=True)
-class Piece:
+class Piece(NamedTuple):
     """A run of bytes of a file, and where it goes.
 
     Attributes:
@@ -196,18 +195,19 @@ def read_pieces(handle: int, header: Header, pieces: Collection[Piece]) -> None:
         CheckpointFileError: the file ends before a piece does, or cannot be read.
     """
     buffers: list[Any] = []
-    names: list[Piece] = []
+    run: list[Piece] = []
     start = end = 0
     for piece in pieces:
-        if not piece.nbytes:
+        _, offset, nbytes, place = piece
+        if not nbytes:
             continue
-        if piece.offset != end or len(buffers) == _MOST:
-            _read(handle, header, names, buffers, start)
-            buffers, names, start = [], [], piece.offset
-        buffers.append((ctypes.c_char * piece.nbytes).from_address(piece.place.data_ptr()))
-        names.append(piece)
-        end = piece.offset + piece.nbytes
-    _read(handle, header, names, buffers, start)
+        if offset != end or len(buffers) == _MOST:
+            _read(handle, header, run, buffers, start)
+            buffers, run, start = [], [], offset
+        buffers.append((ctypes.c_char * nbytes).from_address(place.data_ptr()))
+        run.append(piece)
+        end = offset + nbytes
+    _read(handle, header, run, buffers, start)
 
 
 def _read(handle: int, header: Header, pieces: list[Piece], buffers: list[Any], at: int) -> None:
@@ -237,10 +237,8 @@ def _check_size(name: str, header: Header) -> None:
     dtype = dtype_of(header)
     if dtype is None:
         return
-    size = dtype.itemsize
-    for length in header.shape:
-        size *= length
-    if size != header.nbytes or min(header.shape, default=0) < 0:
+    size = dtype.itemsize * math.prod(header.shape)
+    if size != header.nbytes or any(length < 0 for length in header.shape):
         raise _broken(
             header.file,
             f"{name!r} has {header.nbytes} bytes, and shape {header.shape} of {header.dtype} takes "
