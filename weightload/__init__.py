@@ -49,6 +49,7 @@ from weightload.reading import Checkpoint
 from weightload.receipt import Names, Receipt
 from weightload.registry import ModuleRegistry, ModuleRule, Role
 from weightload.replica import FleetReceipt, Replica, Standing
+from weightload.reporting import LoadProgress, ProgressBar
 from weightload.scope import Scope
 from weightload.session import WeightLoadSession
 from weightload.states import SessionState
@@ -71,6 +72,7 @@ __all__ = [
     "Framework",
     "IncompleteLoadError",
     "InvalidTransitionError",
+    "LoadProgress",
     "ModelBusyError",
     "ModelError",
     "ModelPoisonedError",
@@ -80,6 +82,7 @@ __all__ = [
     "Plan",
     "Poison",
     "ProcessingError",
+    "ProgressBar",
     "Receipt",
     "Replica",
     "Role",

@@ -42,6 +42,7 @@ from weightload.receipt import Receipt
 from weightload.record import make_record, record_of
 from weightload.registry import Role
 from weightload.replaying import Fetch
+from weightload.reporting import LoadProgress, Reporter
 from weightload.scope import Scope
 from weightload.states import Event, SessionState
 from weightload.transport import Buffers, Loans, Transport, buffers_of
@@ -165,6 +166,7 @@ class WeightLoadSession:
         self._block: Any = None
         self._plans = plans
         self._express: Express | None = None
+        self._tell: Callable[..., None] | None = None
 
     def __repr__(self) -> str:
         model = type(self.model).__name__
@@ -216,6 +218,7 @@ class WeightLoadSession:
         *,
         transport: Transport = None,
         single_stream: bool = False,
+        progress: Callable[[LoadProgress], object] | None = None,
     ) -> None:
         """Give tensors to the model's own loaders. May be called any number of times.
 
@@ -235,6 +238,8 @@ class WeightLoadSession:
             single_stream: wait for the device where otherwise an event would do, before each
                 tensor is handed over and before the next is asked for. For iterators that answer
                 another process in between, which knows nothing of this one's streams.
+            progress: called about ten times a second with a :class:`LoadProgress`, and at the end
+                of the call. What it raises becomes a warning, and the load goes on.
 
         Raises:
             InvalidTransitionError: the session is not prepared, or has ended.
@@ -262,13 +267,14 @@ class WeightLoadSession:
                 elif isinstance(weights, Collection):
                     weights = self._intake.read(weights)
                     preflight.check_pairs(board, self.model, self._intake, weights)
-                feed = self._feed(weights, loans, checked=isinstance(weights, list))
-                rest = self._for_loaders(feed)
-                if rest is not None:
-                    board.framework.load(self.model, rest)
-                self._not_swallowed(board)
-                self._drained(feed if rest is None else rest)
-                self._process().settle()
+                with self._reporting(progress, files, weights):
+                    feed = self._feed(weights, loans, checked=isinstance(weights, list))
+                    rest = self._for_loaders(feed)
+                    if rest is not None:
+                        board.framework.load(self.model, rest)
+                    self._not_swallowed(board)
+                    self._drained(feed if rest is None else rest)
+                    self._process().settle()
                 self._intake.end_loans(loans)
                 self._intake.end_batch()
 
@@ -671,9 +677,11 @@ class WeightLoadSession:
         *,
         checked: bool = False,
     ) -> Iterator[Any]:
-        between = self._process().settle
+        between: Callable[[], None] = self._process().settle
         if self._family is not None:
-            between = functools.partial(between, self._family.shared)
+            between = functools.partial(self._process().settle, self._family.shared)
+        if self._tell is not None:
+            between = self._then_tell(between, self._tell)
         express = None if self._intake.lenient else self._express
         return self._intake.feed(
             weights,
@@ -683,6 +691,43 @@ class WeightLoadSession:
             takes=None if express is None else express.takes,
             checked=checked,
         )
+
+    @contextmanager
+    def _reporting(
+        self,
+        callback: Callable[[LoadProgress], object] | None,
+        files: Checkpoint | None,
+        weights: Any,
+    ) -> Iterator[None]:
+        """Report what comes while the block runs."""
+        if callback is None:
+            yield
+            return
+        tensors = nbytes = None
+        if files is not None:
+            tensors, nbytes = len(files), files.nbytes
+        elif isinstance(weights, list):
+            tensors, nbytes = len(weights), sum(tensor.nbytes for _, tensor in weights)
+        intake, reporter = self._intake, Reporter(callback, tensors, nbytes)
+        before = len(intake.seen), intake.nbytes
+
+        def tell(*, ended: bool = False) -> None:
+            reporter.tell(len(intake.seen) - before[0], intake.nbytes - before[1], ended=ended)
+
+        self._tell = tell
+        try:
+            yield
+        finally:
+            self._tell = None
+            tell(ended=True)
+
+    @staticmethod
+    def _then_tell(between: Callable[[], None], tell: Callable[[], None]) -> Callable[[], None]:
+        def both() -> None:
+            between()
+            tell()
+
+        return both
 
     def _filling(self, checkpoint: Checkpoint) -> Filling:
         return Filling(
