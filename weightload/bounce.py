@@ -52,33 +52,33 @@ class Bounce:
             if self._events[turn] is not None:
                 self._events[turn].synchronize()  # what this buffer held has arrived
             buffer, used = self._buffers[turn], 0
-            inside, targets, sources = [], [], []
-            for piece in loads:
-                place = buffer[used : used + piece.nbytes]
-                inside.append(Piece(piece.name, piece.offset, piece.nbytes, place))
-                targets.append(piece.place)
-                sources.append(place)
-                used += piece.nbytes
+            inside, sources = [], []
+            for name, offset, target in loads:
+                source = buffer[used : used + target.nbytes]
+                inside.append(Piece(name, offset, source.nbytes, source.data_ptr()))
+                sources.append(source)
+                used += source.nbytes
             read_pieces(handle, header, inside)
-            torch._foreach_copy_(targets, sources, non_blocking=True)
+            torch._foreach_copy_([load[2] for load in loads], sources, non_blocking=True)
             if api is not None:
                 self._events[turn] = api.Event()
                 self._events[turn].record()
 
-    def _split(self, pieces: list[Piece]) -> Iterator[list[Piece]]:
-        """Yield pieces, as bytes, that fit into one buffer together; large ones in parts."""
-        loads: list[Piece] = []
+    def _split(self, pieces: list[Piece]) -> Iterator[list[tuple[str, int, torch.Tensor]]]:
+        """Yield names, offsets and bytes that fit into one buffer together; large ones in parts."""
+        loads: list[tuple[str, int, torch.Tensor]] = []
         room = self._nbytes
         for piece in pieces:
-            octets = piece.place.detach().view(-1).view(torch.uint8)
+            if piece.tensor is None:
+                continue
+            octets = piece.tensor.detach().view(-1).view(torch.uint8)
             begin = 0
             while begin < piece.nbytes:
                 if not room:
                     yield loads
                     loads, room = [], self._nbytes
                 size = min(room, piece.nbytes - begin)
-                part = octets[begin : begin + size]
-                loads.append(Piece(piece.name, piece.offset + begin, size, part))
+                loads.append((piece.name, piece.offset + begin, octets[begin : begin + size]))
                 begin += size
                 room -= size
         if loads:

@@ -12,15 +12,14 @@ import torch
 
 from weightload.bounce import Bounce
 from weightload.files import Header
-from weightload.reading import Checkpoint, Piece, dtype_of, opened, read_pieces
+from weightload.reading import Checkpoint, Piece, Place, dtype_of, opened, read_pieces
 
 __all__ = ["Filling", "Reserve"]
 
-Reserve = Callable[[str, tuple[int, ...], torch.dtype], list[tuple[int, torch.Tensor]] | None]
-"""Gives the places of a tensor: from which element of it on, and contiguous memory of its type.
+Reserve = Callable[[str, tuple[int, ...], torch.dtype], list[Place] | None]
+"""Gives the places of a tensor of a name, shape and type, which must be filled at once.
 
-What it gives must be filled before the session goes on. ``None`` if that is not known, or not as
-simple; no place if nothing has to be read.
+``None`` if they are not known, or something else has to be done; no place if nothing takes it.
 """
 
 STEP = 8 << 20
@@ -45,7 +44,7 @@ class Filling:
         self,
         checkpoint: Checkpoint,
         *,
-        reserve: Reserve | None,
+        reserve: Reserve,
         leaves: Callable[[str], bool],
         filled: Any,
     ) -> None:
@@ -72,7 +71,7 @@ class Filling:
         waiting = 0
         for name, header in tensors:
             dtype, places = dtype_of(header), None
-            if self._reserve is not None and dtype is not None:
+            if dtype is not None:
                 places = self._reserve(name, header.shape, dtype)
             if places is None:
                 if self._leaves(name):
@@ -82,9 +81,8 @@ class Filling:
                     pieces, waiting = [], 0
                 yield name, self._lent(handle, name, header, dtype)
                 continue
-            for start, place in places:
-                offset = header.offset + start * place.itemsize
-                pieces.append(Piece(name, offset, place.nbytes, place))
+            for start, nbytes, address, tensor in places:
+                pieces.append(Piece(name, header.offset + start, nbytes, address, tensor))
             waiting += header.nbytes
             if waiting >= STEP:
                 yield self._fill(handle, first, pieces)
@@ -93,11 +91,10 @@ class Filling:
             yield self._fill(handle, first, pieces)
 
     def _fill(self, handle: int, first: Header, pieces: list[Piece]) -> Any:
-        host = [piece for piece in pieces if piece.place.device.type == "cpu"]
+        host = [piece for piece in pieces if piece.tensor is None]
         read_pieces(handle, first, host)
         if len(host) < len(pieces):
-            away = [piece for piece in pieces if piece.place.device.type != "cpu"]
-            self._bounce.fill(handle, first, away)
+            self._bounce.fill(handle, first, [one for one in pieces if one.tensor is not None])
         return self._filled
 
     def _lent(
@@ -108,5 +105,5 @@ class Filling:
         if self._scratch.numel() < header.nbytes:
             self._scratch = torch.empty(header.nbytes, dtype=torch.uint8)
         place = self._scratch[: header.nbytes].view(dtype).view(header.shape)
-        read_pieces(handle, header, [Piece(name, header.offset, header.nbytes, place)])
+        read_pieces(handle, header, [Piece(name, header.offset, header.nbytes, place.data_ptr())])
         return place

@@ -66,6 +66,10 @@ def pairs_of(weights: Mapping[str, torch.Tensor] | Iterable[Pair]) -> Iterable[P
     return weights.items() if isinstance(weights, Mapping) else weights
 
 
+def _nothing() -> None:
+    pass
+
+
 @attrs.frozen
 class _Place:
     """Where a source tensor is: several may be parts of one buffer.
@@ -251,6 +255,7 @@ class Intake:
         between: Callable[[], None],
         lane: Lane | None = None,
         takes: Callable[[Any, Any], bool] | None = None,
+        flush: Callable[[], None] | None = None,
         checked: bool = False,
     ) -> Iterator[Pair]:
         """Yield the pairs of ``weights`` to a model's loaders.
@@ -261,12 +266,15 @@ class Intake:
             between: called when the loaders have let go of one tensor and ask for the next.
             lane: orders the loaders and the source on a device with streams.
             takes: takes a tensor to its places without the loaders, if it can.
+            flush: does what ``takes`` has put off.
             checked: whether :meth:`check_pair` has seen all pairs.
         """
         lane = Lane() if lane is None else lane
+        flush = flush or _nothing
         try:
-            for pair in self._read(weights):
+            for pair in self.watched(weights):
                 if pair is FILLED:
+                    flush()
                     between()
                     continue
                 name, tensor = unpack(pair)
@@ -275,6 +283,8 @@ class Intake:
                     lane.arrived(tensor)
                     if takes(name, tensor):
                         between()
+                        if loans.each:
+                            flush()
                         lane.asking(tensor)
                         continue
                 if not checked:
@@ -283,6 +293,7 @@ class Intake:
                     continue
                 if not ordered:
                     lane.arrived(tensor)
+                flush()
                 loan = loans.lend(name, tensor)
                 self._begin(loan)
                 yield name, loan.tensor
@@ -296,16 +307,17 @@ class Intake:
         except Exception as error:
             self.failure = error
             raise
+        flush()
         self.current = None
         if self.scribe is not None:
             self.scribe.done()
 
-    def take(self, name: str, tensor: torch.Tensor, fact: SourceFact, nbytes: int) -> None:
+    def take(self, name: str, tensor: torch.Tensor | None, fact: SourceFact, nbytes: int) -> None:
         """Note that a tensor arrived that goes to its places without the loaders."""
         self.current = name
         self.seen[name] = fact
         self.nbytes += nbytes
-        if self.verification is not None:
+        if self.verification is not None and tensor is not None:
             self.verification.receive(name, tensor)
 
     def end_loans(self, loans: Loans) -> None:
@@ -324,7 +336,8 @@ class Intake:
         self.copied += loans.nbytes
         loans.nbytes = 0
 
-    def _read(self, weights: Iterable[Pair]) -> Iterator[Pair]:
+    def watched(self, weights: Iterable[Pair]) -> Iterator[Pair]:
+        """Yield what a source yields, and remember it if the source itself raises."""
         try:
             yield from weights
         except BaseException as error:

@@ -18,7 +18,7 @@ from weightload.errors import (
 from weightload.intake import Intake, unpack
 from weightload.transport import Loans
 
-__all__ = ["check_forms", "check_pairs", "check_set", "refused"]
+__all__ = ["check_forms", "check_pairs", "check_set", "form_of", "refused"]
 
 Pair = tuple[str, torch.Tensor]
 
@@ -85,7 +85,7 @@ def check_set(
         if intake.drops(name):
             known += 1
             continue
-        shape, dtype = _form_of(value)
+        shape, dtype = form_of(value)
         intake.check_form(name, shape, dtype)
         if intake.check_finite and isinstance(value, torch.Tensor):
             intake.check_pair(name, value)
@@ -112,7 +112,7 @@ def check_set(
         raise board.completeness.never_came(absent, len(weights))
 
 
-def _form_of(value: Any) -> tuple[tuple[int, ...], torch.dtype | None]:
+def form_of(value: Any) -> tuple[tuple[int, ...], torch.dtype | None]:
     """Return shape and type of a tensor, of a shape, or of a pair of a shape and a type."""
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.dtype

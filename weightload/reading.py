@@ -23,7 +23,7 @@ import torch
 from weightload.errors import CheckpointFileError, UnsupportedError
 from weightload.files import Header, checkpoint_folder, read_headers, safetensors_of, stamp_of
 
-__all__ = ["Checkpoint", "Forms", "Piece", "opened", "read_pieces"]
+__all__ = ["Checkpoint", "Forms", "Piece", "Place", "opened", "read_pieces"]
 
 _TYPES = {
     "BOOL": "bool",
@@ -50,6 +50,22 @@ _MOST = os.sysconf("SC_IOV_MAX") if "SC_IOV_MAX" in os.sysconf_names else 16
 """How many places one call may fill."""
 
 
+class Place(NamedTuple):
+    """Where a run of bytes of a tensor goes.
+
+    Attributes:
+        start: bytes of the tensor before it.
+        nbytes: its size.
+        address: of the host's memory that takes it.
+        tensor: contiguous and of that size, if it goes to a device.
+    """
+
+    start: int
+    nbytes: int
+    address: int
+    tensor: torch.Tensor | None = None
+
+
 class Piece(NamedTuple):
     """A run of bytes of a file, and where it goes.
 
@@ -57,13 +73,15 @@ class Piece(NamedTuple):
         name: the tensor that it is of.
         offset: bytes of the file before it.
         nbytes: its size.
-        place: a contiguous tensor of that size.
+        address: of the host's memory that takes it.
+        tensor: contiguous and of that size, if it goes to a device.
     """
 
     name: str
     offset: int
     nbytes: int
-    place: torch.Tensor
+    address: int
+    tensor: torch.Tensor | None = None
 
 
 class Checkpoint(Mapping[str, torch.Tensor]):
@@ -104,7 +122,9 @@ class Checkpoint(Mapping[str, torch.Tensor]):
             return _by_library(name, header)
         found = torch.empty(header.shape, dtype=dtype)
         with opened(header) as handle:
-            read_pieces(handle, header, [Piece(name, header.offset, header.nbytes, found)])
+            read_pieces(
+                handle, header, [Piece(name, header.offset, header.nbytes, found.data_ptr())]
+            )
         return found
 
     def __contains__(self, name: object) -> bool:
@@ -184,12 +204,13 @@ def opened(header: Header) -> Iterator[int]:
 
 
 def read_pieces(handle: int, header: Header, pieces: Collection[Piece]) -> None:
-    """Read pieces of one file into memory of the host.
+    """Read pieces of one file into memory of the host, which is written wherever they say.
 
     Args:
         handle: the open file.
         header: a header of it.
-        pieces: where in the file, and the memory; in any order, and best in that of the file.
+        pieces: where in the file, and the memory, which the caller keeps alive; in any order, and
+            best in that of the file.
 
     Raises:
         CheckpointFileError: the file ends before a piece does, or cannot be read.
@@ -198,13 +219,13 @@ def read_pieces(handle: int, header: Header, pieces: Collection[Piece]) -> None:
     run: list[Piece] = []
     start = end = 0
     for piece in pieces:
-        _, offset, nbytes, place = piece
+        _, offset, nbytes, address, _ = piece
         if not nbytes:
             continue
         if offset != end or len(buffers) == _MOST:
             _read(handle, header, run, buffers, start)
             buffers, run, start = [], [], offset
-        buffers.append((ctypes.c_char * nbytes).from_address(place.data_ptr()))
+        buffers.append((ctypes.c_char * nbytes).from_address(address))
         run.append(piece)
         end = offset + nbytes
     _read(handle, header, run, buffers, start)

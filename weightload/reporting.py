@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TextIO
 
 import attrs
 
-__all__ = ["LoadProgress", "ProgressBar", "Reporter"]
+__all__ = ["LoadProgress", "ProgressBar", "Reporter", "size_of"]
 
 EVERY = 0.1
 """Seconds between two reports."""
@@ -83,6 +83,15 @@ class Reporter:
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+
+def size_of(weights: Collection[Any]) -> int | None:
+    """Return the bytes of tensors that are at hand, ``None`` if they are not what they should be."""
+    values = weights.values() if isinstance(weights, Mapping) else (pair[-1] for pair in weights)
+    try:
+        return int(sum(tensor.nbytes for tensor in values))
+    except (AttributeError, LookupError, TypeError):
+        return None  # which the load is going to say
 
 
 class ProgressBar:

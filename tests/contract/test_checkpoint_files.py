@@ -43,7 +43,7 @@ def places(monkeypatch):
     found = []
 
     def noted(handle, header, pieces):
-        found.extend((one.name, one.place.data_ptr(), one.nbytes) for one in pieces)
+        found.extend((one.name, one.address, one.nbytes) for one in pieces)
         reading.read_pieces(handle, header, pieces)
 
     monkeypatch.setattr(filling, "read_pieces", noted)

@@ -145,8 +145,8 @@ def test_pieces_reach_their_places_through_two_small_buffers(nbytes, tmp_path, m
     [(header, _)] = checkpoint.in_order()
     places = [torch.zeros(5, 2, dtype=torch.int8), torch.zeros(10, dtype=torch.int16)]
     pieces = [
-        Piece("a", header.offset + 3, 10, places[0]),
-        Piece("a", header.offset + 20, 20, places[1]),
+        Piece("a", header.offset + 3, 10, 0, places[0]),
+        Piece("a", header.offset + 20, 20, 0, places[1]),
     ]
     Stream.waited = 0
     real = torch.empty
