@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -32,6 +33,7 @@ Pair = tuple[str, torch.Tensor]
 FILLED: Any = object()
 """What a source yields when it has put tensors to their places itself."""
 
+_END: Any = object()
 _WIDE = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
@@ -111,6 +113,7 @@ class Intake:
         failure: what the loaders were interrupted by when they asked for the next tensor; they
             may have swallowed it.
         nbytes: size of all tensors that came.
+        waited: seconds that iterators took to give the next tensor.
         copied: size of all that were copied because a model held them, or might.
         casts: names of tensors that were stored in another dtype.
         broadcast: names of tensors that a loader spread over a larger place.
@@ -131,6 +134,7 @@ class Intake:
     source_error: BaseException | None = None
     failure: Exception | None = None
     nbytes: int = 0
+    waited: float = 0.0
     copied: int = 0
     casts: set[str] = attrs.field(factory=set)
     broadcast: set[str] = attrs.field(factory=set)
@@ -337,9 +341,19 @@ class Intake:
         loans.nbytes = 0
 
     def watched(self, weights: Iterable[Pair]) -> Iterator[Pair]:
-        """Yield what a source yields, and remember it if the source itself raises."""
+        """Yield what a source yields, time it, and remember it if the source itself raises."""
+        clock = time.perf_counter
         try:
-            yield from weights
+            rest = iter(weights)
+            while True:
+                asked = clock()
+                try:
+                    pair = next(rest, _END)
+                finally:
+                    self.waited += clock() - asked
+                if pair is _END:
+                    return
+                yield pair
         except BaseException as error:
             self.source_error = error
             raise

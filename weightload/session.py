@@ -974,7 +974,7 @@ class WeightLoadSession:
         """End the session if the block raises, and say whether the model is intact."""
         self._progress.step, self._progress.module = step, None
         try:
-            with self._progress.timed(step):
+            with self._progress.called(step):
                 yield
         except BaseException as error:
             raised: BaseException = error
