@@ -122,11 +122,13 @@ class BucketWriter:
         self._memories = [memory, *spare]
         for each in self._memories:
             _require_memory(each)
-            if not each.numel() or each.numel() % ALIGNMENT or each.numel() != memory.numel():
-                raise UsageError(
-                    f"A bucket holds a multiple of {ALIGNMENT} bytes, the same as every other; "
-                    f"found {each.numel()}."
-                )
+        if not memory.numel() or memory.numel() % ALIGNMENT:
+            raise UsageError(
+                f"A bucket holds a multiple of {ALIGNMENT} bytes, found {memory.numel()}."
+            )
+        sizes = [each.numel() for each in self._memories]
+        if len(set(sizes)) > 1:
+            raise UsageError(f"All memory of a writer has one size, found {sizes} bytes.")
         self.update = uuid.uuid4().hex if update is None else update
         self._forms = None if forms is None else dict(forms)
         self._version = version
