@@ -6,6 +6,7 @@ parameter of its own class, a shard that is said on the source tensor, narrow, c
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+logger = logging.getLogger(__name__)
 Pairs = Iterable[tuple[str, torch.Tensor]]
 BLOCK = 128
 """Rows and columns of a block that has a scale of its own."""
@@ -161,6 +163,7 @@ class Linear(nn.Module):
         for name, loaded in weights:
             param = getattr(self, name)
             param.weight_loader(param, loaded, getattr(loaded, "shard_id", None))
+            logger.debug("%s is loaded, of shape %s", name, loaded.shape)
             yield name
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

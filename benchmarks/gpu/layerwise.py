@@ -15,6 +15,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
+import types
+import weakref
 from typing import Any
 
 import attrs
@@ -26,6 +29,7 @@ from benchmarks.gpu.layers import plain_loader
 from benchmarks.gpu.model import Pairs
 
 Tensors = dict[str, torch.Tensor]
+logger = logging.getLogger(__name__)
 
 
 class CopiedElements(TorchDispatchMode):
@@ -74,17 +78,22 @@ class Layerwise:
     def __init__(self, model: nn.Module, device: str) -> None:
         self._model = model
         self._device = torch.device(device)
-        self._open: set[nn.Module] = set()
-        self._known = {
-            module: Waiting(tuple({n: bare(t) for n, t in part.items()} for part in parts(module)))
-            for module in model.modules()
-        }
+        self._open: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._known: weakref.WeakKeyDictionary[nn.Module, Waiting] = weakref.WeakKeyDictionary()
+        for module in model.modules():
+            params, buffers = (
+                {name: bare(tensor) for name, tensor in part.items()} for part in parts(module)
+            )
+            self._known[module] = Waiting((params, buffers))
 
     def reload(self, weights: Pairs) -> None:
         """Replace all weights."""
         with torch.no_grad():
-            for module, known in self._known.items():
+            for module in self._model.modules():
+                known = self._known[module]
                 known.kernel = parts(module)
+                for tensor in (*known.bare[0].values(), *known.bare[1].values()):
+                    owned_by(tensor, module)
                 self._place(module, known.bare)
                 known.loaded, known.total = 0, size_of(module)
                 self._wrap(module)
@@ -93,7 +102,8 @@ class Layerwise:
 
     def _finish(self) -> None:
         late = []
-        for module, known in self._known.items():
+        for module in self._model.modules():
+            known = self._known[module]
             if known.total is not None and getattr(module, "deferred", False):
                 late.append(module)
                 continue
@@ -139,6 +149,7 @@ class Layerwise:
             param = bound.arguments.get("param")
             most = param.numel() if isinstance(param, torch.Tensor) else copied.count
             known.loaded += min(copied.count, most)
+            logger.debug("%s: %d of %d", type(module).__name__, known.loaded, known.total)
             if getattr(module, "deferred", False):
                 return result
             if module not in self._open and any(
@@ -193,7 +204,17 @@ def tensors_of(module: nn.Module) -> Tensors:
 
 def size_of(module: nn.Module) -> int:
     """Return the elements of a module's tensors."""
-    return sum(tensor.numel() for tensor in tensors_of(module).values())
+    return sum(
+        getattr(tensor, "weight_loader_numel", tensor.numel())
+        for tensor in tensors_of(module).values()
+    )
+
+
+def owned_by(tensor: torch.Tensor, module: nn.Module) -> None:
+    """Bind methods among a tensor's attributes to the module, for which they were set aside."""
+    for key, value in tensor.__dict__.items():
+        if isinstance(value, types.MethodType) and value.__self__ is module:
+            tensor.__dict__[key] = value.__func__.__get__(module)
 
 
 def loader_of(tensor: torch.Tensor) -> Any:

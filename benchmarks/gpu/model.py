@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,6 +36,7 @@ STACKED = {
     ".mlp.gate_proj": (".mlp.gate_up_proj", 0),
     ".mlp.up_proj": (".mlp.gate_up_proj", 1),
 }
+logger = logging.getLogger(__name__)
 DROPPED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 
 
@@ -345,6 +347,7 @@ class Walk:
             if param.dtype != loaded.dtype:
                 raise ValueError(f"{full!r} is {param.dtype}, not {loaded.dtype}")
             getattr(param, "weight_loader", plain_loader)(param, loaded)
+            logger.debug("%s is loaded, of shape %s", full, param.shape)
             yield full
 
     def _join(self, prefix: str, name: str) -> str:
