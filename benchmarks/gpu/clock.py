@@ -110,24 +110,29 @@ def ceilings(clock: Clock, nbytes: int) -> dict[str, float]:
     other memory, ``read`` a read of a file from the page cache.
     """
     count = max(nbytes // 64, 1) * 64
-    source = torch.zeros(count, dtype=torch.uint8, device=clock.device)
-    target = torch.zeros_like(source)
-    many = list(target.chunk(64)), list(source.chunk(64))
-    found = {
-        "d2d": count / clock.wall(lambda: target.copy_(source)),
-        "d2d foreach": count / clock.wall(lambda: torch._foreach_copy_(*many)),
-    }
-    del source, many
+    found = _on_device(clock, count)
     host = torch.zeros(count, dtype=torch.uint8, pin_memory=clock.on_device)
     if clock.on_device:
+        target = torch.zeros(count, dtype=torch.uint8, device=clock.device)
         pageable = torch.zeros(count, dtype=torch.uint8)
         found["h2d"] = count / clock.wall(lambda: target.copy_(host, non_blocking=True))
         found["h2d pageable"] = count / clock.wall(lambda: target.copy_(pageable))
     with tempfile.TemporaryDirectory(prefix="weightload-gpu-") as folder:
         file = Path(folder) / "bytes"
-        file.write_bytes(host.numpy())
+        file.write_bytes(memoryview(host.numpy()))
         found["read"] = count / clock.wall(lambda: read_into(file, host))
     return found
+
+
+def _on_device(clock: Clock, count: int) -> dict[str, float]:
+    """Return how fast bytes move inside the device."""
+    source = torch.zeros(count, dtype=torch.uint8, device=clock.device)
+    target = torch.zeros_like(source)
+    many = list(target.chunk(64)), list(source.chunk(64))
+    return {
+        "d2d": count / clock.wall(lambda: target.copy_(source)),
+        "d2d foreach": count / clock.wall(lambda: torch._foreach_copy_(*many)),
+    }
 
 
 def read_into(file: Path, buffer: torch.Tensor) -> None:

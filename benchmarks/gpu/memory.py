@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 
 from benchmarks.gpu.case import Case
 from benchmarks.gpu.copies import on_host
-from benchmarks.gpu.model import State
+from benchmarks.gpu.model import Shape, State
 from benchmarks.gpu.row import NO_DEVICE, Row, Run
 from weightload import WeightLoadSession
 
@@ -71,6 +72,11 @@ def by_buckets(case: Case, buckets: Buckets, names: list[str]) -> None:
     case.receipt = session.receipt
 
 
+def natively(case: Case, buckets: Buckets, names: list[str]) -> None:
+    """Reload by the emulation, from the same buckets."""
+    case.native(buckets.cloned(names))
+
+
 def peak(run: Run, call: Any) -> int | None:
     """Return how much memory of the device a call takes beside what was taken before."""
     if not run.clock.on_device:
@@ -86,35 +92,34 @@ def peak(run: Run, call: Any) -> int | None:
 
 def g7(run: Run) -> list[Row]:
     """Dense and experts, three orders each. The bucket itself counts for neither arm."""
-    rows = []
-    for kind, shape in (("dense", run.dense(0.5)), ("experts", run.experts())):
-        case = Case(shape, run.clock)
-        names = list(case.states[0])
-        found: dict[str, list[int | None]] = {"weightload": [], "emulation": []}
-        row = Row.made(run, f"G7 {kind}", f"peak memory beside the model, {kind}, three orders")
-        hosts = [on_host(state, pinned=run.clock.on_device) for state in case.states]
-        for which, order in enumerate(orders(names).values()):
-            buckets = Buckets(hosts[which % 2], run.clock.device)
-            case.require((which + 1) % 2, "before")
-            call = lambda b=buckets, o=order: by_buckets(case, b, o)  # noqa: E731
-            found["weightload"].append(peak(run, call))
-            case.require(which % 2, "weightload")
-            call = lambda b=buckets, o=order: case.native(b.cloned(o))  # noqa: E731
-            found["emulation"].append(peak(run, call))
-            case.require(which % 2, "the emulation")
-            del buckets
-        row.figures = {"bytes": case.nbytes, "tensors": shape.tensors, "bucket_bytes": BUCKET}
-        if run.clock.on_device:
-            ours: list[int] = [size for size in found["weightload"] if size is not None]
-            row.figures |= {f"{arm}_peak_bytes": sizes for arm, sizes in found.items()}
-            row.must["<= 2 buckets"] = max(ours) <= 2 * BUCKET
-            row.goal["<= 64 MiB"] = max(ours) <= BUCKET
-            row.goal["the same in every order (5%, 1 MiB)"] = max(ours) <= 1.05 * min(ours) + (
-                1 << 20
-            )
-        else:
-            row.status = NO_DEVICE
-            row.note = "loads in all orders ran on the CPU and were right; no peak was measured"
-        rows.append(row)
-        del case, hosts
-    return rows
+    return [_g7(run, "dense", run.dense(0.5)), _g7(run, "experts", run.experts())]
+
+
+def _g7(run: Run, kind: str, shape: Shape) -> Row:
+    case = Case(shape, run.clock)
+    names = list(case.states[0])
+    found: dict[str, list[int | None]] = {"weightload": [], "emulation": []}
+    row = Row.made(run, f"G7 {kind}", f"peak memory beside the model, {kind}, three orders")
+    hosts = [on_host(state, pinned=run.clock.on_device) for state in case.states]
+    for which, order in enumerate(orders(names).values()):
+        buckets = Buckets(hosts[which % 2], run.clock.device)
+        case.require((which + 1) % 2, "before")
+        ours = functools.partial(by_buckets, case, buckets, order)
+        found["weightload"].append(peak(run, ours))
+        case.require(which % 2, "weightload")
+        emulation = functools.partial(natively, case, buckets, order)
+        found["emulation"].append(peak(run, emulation))
+        case.require(which % 2, "the emulation")
+    row.figures = {"bytes": case.nbytes, "tensors": shape.tensors, "bucket_bytes": BUCKET}
+    if run.clock.on_device:
+        sizes = [size for size in found["weightload"] if size is not None]
+        row.figures |= {f"{arm}_peak_bytes": peaks for arm, peaks in found.items()}
+        row.must["<= 2 buckets"] = max(sizes) <= 2 * BUCKET
+        row.goal["<= 64 MiB"] = max(sizes) <= BUCKET
+        row.goal["the same in every order (5%, 1 MiB)"] = max(sizes) <= 1.05 * min(sizes) + (
+            1 << 20
+        )
+    else:
+        row.status = NO_DEVICE
+        row.note = "loads in all orders ran on the CPU and were right; no peak was measured"
+    return row

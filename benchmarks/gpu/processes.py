@@ -142,7 +142,7 @@ def g8(run: Run) -> Row:
         "handles": handles,
         "bytes_copied": copied,
     }
-    row.must["no clone of what is in a bucket"] = copied == 0
+    row.judge(run, "must", "no clone of what is in a bucket", lambda: copied == 0)
     row.judge(run, "must", "<= 2 of G1, same bytes", lambda: mine <= 2 * base)
     row.judge(run, "goal", "<= 1.3 of G1, same bytes", lambda: mine <= 1.3 * base)
     return row
