@@ -1,4 +1,4 @@
-"""Runs rows G1 to G9 and prints their table; see benchmarks/README.md."""
+"""Runs rows G1 to G9 and prints their table; see benchmarks/gpu/README.md."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(1 if device == "cpu" else torch.get_num_threads())
     clock, start = Clock(device), time.perf_counter()
     small = options.small or device == "cpu"
-    best = ceilings(clock, (16 << 20) if small else int((4 << 30) * options.scale))
+    best = ceilings(clock, (16 << 20) if small else int((2 << 30) * options.scale))
     run = Run(clock=clock, ceilings=best, rounds=options.rounds, scale=options.scale, small=small)
     where = environment()
     rows: list[Row] = []

@@ -83,7 +83,7 @@ class Case:
         self._layerwise = Layerwise(self.model, clock.device)
         self.nbytes = sum(tensor.nbytes for tensor in self.states[0].values())
         self.receipt: Receipt | None = None
-        with WeightLoadSession(self.model, framework=framework(clock.device), version=0) as session:
+        with WeightLoadSession(self.model, framework=framework(), version=0) as session:
             session.load(self.states[0])
         self._places = self.places()
         self.require(0, "the first load")

@@ -81,7 +81,7 @@ class Clock:
             self.settle()
         found = {"kernels": 0, "memory copies": 0, "copy_": 0, "_foreach_copy_": 0}
         for event in profile.events():
-            if event.device_type is torch.autograd.DeviceType.CUDA:
+            if event.device_type == torch.autograd.DeviceType.CUDA:
                 copies = event.name.startswith(("Memcpy", "Memset"))
                 found["memory copies" if copies else "kernels"] += 1
             elif event.name in ("aten::copy_", "aten::_foreach_copy_"):

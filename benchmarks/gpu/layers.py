@@ -92,15 +92,22 @@ def replace_weight(layer: Linear, weight: torch.Tensor, scale: torch.Tensor) -> 
     layer.weight_scale = nn.Parameter(scale, requires_grad=False)
 
 
+def in_fp8(loaded: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """Return a product in FP8, written at once where torch has a kernel for that."""
+    weight = torch.empty(loaded.shape, dtype=torch.float8_e4m3fn, device=loaded.device)
+    try:
+        return torch.mul(loaded, factor, out=weight)
+    except (NotImplementedError, RuntimeError):
+        return weight.copy_(loaded * factor)
+
+
 class Fp8Tensor(Unquantized):
     """Quantises to FP8 when the layer is loaded, with one scale for the whole tensor."""
 
     def process_weights_after_loading(self, layer: Linear) -> None:
         loaded = layer.weight.data
         scale = (loaded.abs().amax().float() / E4M3_MAX).reshape(1)
-        weight = torch.empty_like(loaded, dtype=torch.float8_e4m3fn)
-        torch.mul(loaded, 1 / scale[0], out=weight)
-        replace_weight(layer, weight, scale)
+        replace_weight(layer, in_fp8(loaded, 1 / scale[0]), scale)
 
     def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
         return functional.linear(x, layer.weight.to(x.dtype) * layer.weight_scale.to(x.dtype))
@@ -113,8 +120,7 @@ class Fp8Block(Unquantized):
         rows, columns = layer.weight.shape
         loaded = layer.weight.data.view(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
         scale = loaded.abs().amax((1, 3), keepdim=True).float() / E4M3_MAX
-        weight = torch.empty(loaded.shape, dtype=torch.float8_e4m3fn, device=loaded.device)
-        torch.mul(loaded, (1 / scale).to(loaded.dtype), out=weight)
+        weight = in_fp8(loaded, (1 / scale).to(loaded.dtype))
         replace_weight(layer, weight.view(rows, columns), scale[:, 0, :, 0].contiguous())
 
     def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:

@@ -122,14 +122,13 @@ class Shape:
         return len(self.sources())
 
 
-def draw(shape: Shape, seed: int, device: str, *, pinned: bool = False) -> State:
+def draw(shape: Shape, seed: int, device: str) -> State:
     """Return a checkpoint in one run of memory; two seeds differ in every tensor."""
-    kind = {"device": device, "dtype": DTYPE}
     starts, size = {}, 0
     for name, sizes in shape.sources().items():
         starts[name] = size
         size += -(-torch.Size(sizes).numel() // 64) * 64
-    flat = torch.empty(size, **kind, pin_memory=pinned)
+    flat = torch.empty(size, device=device, dtype=DTYPE)
     generator = torch.Generator(device).manual_seed(seed)
     state = {}
     for name, sizes in shape.sources().items():
@@ -386,7 +385,7 @@ def fresh(shape: Shape, state: State, device: str) -> Decoder:
     return model
 
 
-def framework(device: str) -> Framework:
+def framework() -> Framework:
     """Return what a session has to know about these models."""
     registry = ModuleRegistry()
     for method in (Unquantized, ExpertsMethod):
@@ -402,6 +401,4 @@ def framework(device: str) -> Framework:
         role=Role.ATTENTION, process=lambda module: module.process_weights_after_loading()
     )
     registry.register(Attention, late)
-    found = Framework(registry)
-    found.device = torch.device(device)
-    return found
+    return Framework(registry)

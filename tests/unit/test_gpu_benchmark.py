@@ -26,6 +26,7 @@ NEEDS_A_DEVICE = {"G3", "G5", "G7", "G9"}
 
 def test_without_a_gpu_every_row_says_that_nothing_was_judged(tmp_path):
     """About 15 seconds, most of it two processes that import torch."""
+    pytest.importorskip("safetensors")
     command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--rounds", "1"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     subprocess.run(
