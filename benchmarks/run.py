@@ -1,0 +1,103 @@
+"""Every figure of weightload's speed on a CPU, beside vLLM's own reload and beside the memory.
+
+python -m benchmarks.run                         all rows, under ten minutes on two cores
+python -m benchmarks.run --only C1 C3            some of them
+python -m benchmarks.run --smoke                 small shapes, and only what must hold
+python -m benchmarks.run --write benchmarks/results
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import attrs
+
+from benchmarks.speed import memory
+from benchmarks.speed.bench import Bench, Options
+from benchmarks.speed.report import environment, page, write
+from benchmarks.speed.table import Row
+
+
+@attrs.frozen
+class Plan:
+    """One row to measure: on which shape, and by what.
+
+    Attributes:
+        row: such as "C1".
+        shape: the model, ``None`` if the row makes its own.
+        skip: whether its linear layers keep the checkpoint's layout.
+        measure: does it; gets the shape's bench, or the options.
+        smoke: whether it is a part of the quick check.
+    """
+
+    row: str
+    shape: str
+    skip: bool
+    measure: Callable[[Bench], Row]
+    smoke: bool = True
+
+
+PLANS = [
+    Plan("C1", "dense06", True, memory.c1),
+    Plan("C2", "wide", True, memory.c2),
+    Plan("C3", "tiny200", True, memory.c3),
+    Plan("C4", "deep", True, memory.c4),
+    Plan("C5", "deep", True, memory.c5),
+]
+"""Grouped by shape, so that each is built once."""
+
+
+def measure(plans: list[Plan], options: Options) -> list[Row]:
+    """Measure rows, one shape after the other."""
+    rows: list[Row] = []
+    bench: Bench | None = None
+    held = None
+    for plan in plans:
+        began = time.perf_counter()
+        if held != (plan.shape, plan.skip):
+            if bench is not None:
+                bench.close()
+            gc.collect()
+            bench, held = Bench(plan.shape, options, skip=plan.skip), (plan.shape, plan.skip)
+        row = plan.measure(bench)
+        rows.append(row)
+        spent = time.perf_counter() - began
+        print(f"{row.name}: {row.ours} ({spent:.0f} s)", file=sys.stderr, flush=True)
+    if bench is not None:
+        bench.close()
+    return sorted(rows, key=lambda row: int(row.name.split()[0][1:]))
+
+
+def main() -> None:
+    """Measure what was asked for, and print and write it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", default=None, metavar="ROW")
+    parser.add_argument("--rounds", type=int, default=5, help="pairs that count, 5 by default")
+    parser.add_argument("--smoke", action="store_true", help="small shapes; fails if a must does")
+    parser.add_argument("--write", type=Path, help="folder for the results")
+    given = parser.parse_args()
+    plans = [plan for plan in PLANS if given.only is None or plan.row in given.only]
+    if given.smoke:
+        plans = [plan for plan in plans if plan.smoke]
+    options = Options(rounds=given.rounds, smoke=given.smoke)
+    began = time.perf_counter()
+    rows = measure(plans, options)
+    around = environment(options, time.perf_counter() - began)
+    print(page(rows, around))
+    if given.write:
+        write(rows, around, given.write)
+    if given.smoke:
+        broken = [
+            f"{row.name}: {one}" for row in rows for one in row.must if one.broken(smoke=True)
+        ]
+        if broken:
+            raise SystemExit("What must hold does not:\n" + "\n".join(broken))
+
+
+if __name__ == "__main__":
+    main()
