@@ -17,7 +17,7 @@ from pathlib import Path
 
 import attrs
 
-from benchmarks.speed import memory
+from benchmarks.speed import memory, packing, streams
 from benchmarks.speed.bench import Bench, Options
 from benchmarks.speed.report import environment, page, write
 from benchmarks.speed.table import Row
@@ -44,10 +44,15 @@ class Plan:
 
 PLANS = [
     Plan("C1", "dense06", True, memory.c1),
+    Plan("C11", "dense06", True, streams.c11),
+    Plan("C13", "dense06", True, streams.c13, smoke=False),
     Plan("C2", "wide", True, memory.c2),
     Plan("C3", "tiny200", True, memory.c3),
     Plan("C4", "deep", True, memory.c4),
     Plan("C5", "deep", True, memory.c5),
+    Plan("C3", "moetiny", True, packing.c3_experts),
+    Plan("C7", "moe", True, packing.c7),
+    Plan("C6", "dense06", False, packing.c6),
 ]
 """Grouped by shape, so that each is built once."""
 

@@ -67,13 +67,18 @@ class Bench:
         )
         return f"{len(wrong)} differ, such as {wrong[0]}" if wrong else None
 
-    def compare(self, arms: dict[str, Callable[[int], Any]], rounds: int | None = None) -> Series:
+    def compare(
+        self,
+        arms: dict[str, Callable[[int], Any]],
+        rounds: int | None = None,
+        check: Callable[[int, str], str | None] | None = None,
+    ) -> Series:
         """Run arms in turn, with other weights in every round, and check what they give."""
         return in_turn(
             arms,
             self.rounds if rounds is None else rounds,
             before=self.turn,
-            check=self.check,
+            check=check or self.check,
         )
 
     def whole(self, **options: Any) -> dict[str, Callable[[int], Any]]:

@@ -262,22 +262,24 @@ class Built:
         """Return the digest of every live tensor, and of what every linear layer computes."""
         found = {}
         for name, tensor in self._tensors():
-            found[name] = _digest(tensor)
-        generator = torch.Generator().manual_seed(7)
+            found[name] = digest_of(tensor)
         with self.ambient(), torch.no_grad():
             for name, module in self.model.named_modules():
                 if hasattr(module, "cpu_linear"):
-                    wide = module.input_size if hasattr(module, "input_size") else None
-                    wide = wide or module.embedding_dim
-                    given = torch.randn(2, wide, generator=generator).to(DTYPE)
                     bias = getattr(module, "bias", None)
-                    out = module.quant_method.apply(module, given, bias)
-                    found[f"{name}()"] = _digest(out)
+                    out = module.quant_method.apply(module, linear_probe(module), bias)
+                    found[f"{name}()"] = digest_of(out)
         return found
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.model.named_parameters()
         yield from self.model.named_buffers()
+
+
+def linear_probe(module: nn.Module) -> torch.Tensor:
+    """Return a fixed input of a linear layer."""
+    width = module.input_size if hasattr(module, "input_size") else module.embedding_dim
+    return torch.randn(2, width, generator=torch.Generator().manual_seed(width)).to(DTYPE)
 
 
 def addresses(model: nn.Module) -> dict[str, int]:
@@ -286,7 +288,8 @@ def addresses(model: nn.Module) -> dict[str, int]:
     return {name: tensor.data_ptr() for name, tensor in named}
 
 
-def _digest(tensor: torch.Tensor) -> str:
+def digest_of(tensor: torch.Tensor) -> str:
+    """Return the digest of a tensor's bits."""
     flat = tensor.detach().contiguous().flatten()
     if not flat.numel():
         return "empty"
