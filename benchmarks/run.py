@@ -14,10 +14,11 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import attrs
 
-from benchmarks.speed import memory, packing, streams
+from benchmarks.speed import lives, memory, packing, peak, plain, streams
 from benchmarks.speed.bench import Bench, Options
 from benchmarks.speed.report import environment, page, write
 from benchmarks.speed.table import Row
@@ -36,16 +37,20 @@ class Plan:
     """
 
     row: str
-    shape: str
+    shape: str | None
     skip: bool
-    measure: Callable[[Bench], Row]
+    measure: Callable[[Any], Row]
     smoke: bool = True
 
 
 PLANS = [
     Plan("C1", "dense06", True, memory.c1),
     Plan("C11", "dense06", True, streams.c11),
+    Plan("C12", "dense06", True, lives.c12),
     Plan("C13", "dense06", True, streams.c13, smoke=False),
+    Plan("C14", "dense06", True, lives.c14),
+    Plan("C16", "dense06", True, lives.c16),
+    Plan("C17", "dense06", True, lives.c17, smoke=False),
     Plan("C2", "wide", True, memory.c2),
     Plan("C3", "tiny200", True, memory.c3),
     Plan("C4", "deep", True, memory.c4),
@@ -53,6 +58,10 @@ PLANS = [
     Plan("C3", "moetiny", True, packing.c3_experts),
     Plan("C7", "moe", True, packing.c7),
     Plan("C6", "dense06", False, packing.c6),
+    Plan("C15", None, True, plain.c15),
+    # Last, because it changes how this process gets its memory.
+    Plan("C10", "moe", True, peak.c10, smoke=False),
+    Plan("C10", "dense06", True, peak.c10, smoke=False),
 ]
 """Grouped by shape, so that each is built once."""
 
@@ -64,12 +73,12 @@ def measure(plans: list[Plan], options: Options) -> list[Row]:
     held = None
     for plan in plans:
         began = time.perf_counter()
-        if held != (plan.shape, plan.skip):
+        if plan.shape is not None and held != (plan.shape, plan.skip):
             if bench is not None:
                 bench.close()
             gc.collect()
             bench, held = Bench(plan.shape, options, skip=plan.skip), (plan.shape, plan.skip)
-        row = plan.measure(bench)
+        row = plan.measure(options if plan.shape is None else bench)
         rows.append(row)
         spent = time.perf_counter() - began
         print(f"{row.name}: {row.ours} ({spent:.0f} s)", file=sys.stderr, flush=True)

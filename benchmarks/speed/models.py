@@ -247,15 +247,17 @@ class Built:
 
         with self.ambient():
             initialize_layerwise_reload(self.model)
-            self.model.load_weights(iter(weights.items()))  # type: ignore[operator]
+            given = weights.items() if hasattr(weights, "items") else weights
+            self.model.load_weights(iter(given))  # type: ignore[operator]
             finalize_layerwise_reload(self.model, self.vllm_config.model_config)
 
     def ours(self, weights: Any, **options: Any) -> WeightLoadSession:
         """Reload through a session and return it."""
         self.version += 1
+        how = {"transport": options.pop("transport", None)}
         options = {"plans": True, **options}
         with WeightLoadSession(self.model, version=self.version, **options) as session:
-            session.load(weights)
+            session.load(weights, **how)
         return session
 
     def observe(self) -> dict[str, str]:

@@ -130,7 +130,9 @@ def c13(bench: Bench) -> Row:
         opened = 0
         while (record := here.recv()) is not None and "buckets" not in record:
             pairs: list[Any] = []
-            one = taken(lambda record=record, pairs=pairs: pairs.extend(reader.take(record, arena.memory)))
+            one = taken(
+                lambda record=record, pairs=pairs: pairs.extend(reader.take(record, arena.memory))
+            )
             checked += one.cpu
             every.append(one)
             every.append(taken(lambda pairs=pairs: session.load(pairs, transport=arena.memory)))
