@@ -60,7 +60,7 @@ def bake(
             values.
     """
     sources = _sources(metadata)
-    session = WeightLoadSession(model, framework=framework)
+    session = WeightLoadSession(model, framework=framework, plans=False)
     before = _Before.of(model)
     try:
         session.prepare()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import attrs
+
 from weightload.board import Board
+from weightload.entries import Counts
 from weightload.errors import (
     DuplicateWeightError,
     IncompleteLoadError,
@@ -11,6 +14,7 @@ from weightload.errors import (
 )
 from weightload.intake import Intake
 from weightload.progress import Progress
+from weightload.quick import Quick
 from weightload.receipt import Names, Receipt
 from weightload.scope import Scope
 from weightload.states import SessionState
@@ -30,6 +34,7 @@ def make_receipt(
     scope: Scope,
     intake: Intake,
     board: Board | None,
+    quick: Quick | None,
     progress: Progress,
     cause: str | None,
     error: BaseException | None,
@@ -47,6 +52,9 @@ def make_receipt(
             "digest": verification.digest,
         }
     kept = board.kept if board is not None else []
+    counts = Counts() if board is None else board.counts()
+    if quick is not None:
+        counts += quick.counts()
     return Receipt(
         session=session,
         kind=kind,
@@ -69,7 +77,7 @@ def make_receipt(
         verified=verified,
         seconds=dict(progress.seconds),
         layer_seconds=dict(progress.layer_seconds),
-        **(board.counts() if board is not None else {}),
+        **attrs.asdict(counts),
     )
 
 

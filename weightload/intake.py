@@ -63,6 +63,10 @@ def pairs_of(weights: Mapping[str, torch.Tensor] | Iterable[Pair]) -> Iterable[P
     return weights.items() if isinstance(weights, Mapping) else weights
 
 
+def _nothing() -> None:
+    pass
+
+
 @attrs.frozen
 class _Place:
     """Where a source tensor is: several may be parts of one buffer.
@@ -241,6 +245,7 @@ class Intake:
         between: Callable[[], None],
         lane: Lane | None = None,
         takes: Callable[[Any, Any], bool] | None = None,
+        flush: Callable[[], None] | None = None,
         checked: bool = False,
     ) -> Iterator[Pair]:
         """Yield the pairs of ``weights`` to a model's loaders.
@@ -251,17 +256,21 @@ class Intake:
             between: called when the loaders have let go of one tensor and ask for the next.
             lane: orders the loaders and the source on a device with streams.
             takes: takes a tensor to its places without the loaders, if it can.
+            flush: does what ``takes`` has put off.
             checked: whether :meth:`check_pair` has seen all pairs.
         """
         lane = Lane() if lane is None else lane
+        flush = flush or _nothing
         try:
-            for pair in self._read(weights):
+            for pair in self.watched(weights):
                 name, tensor = unpack(pair)
                 ordered = takes is not None and isinstance(tensor, torch.Tensor)
                 if takes is not None and ordered:
                     lane.arrived(tensor)
                     if takes(name, tensor):
                         between()
+                        if loans.each:
+                            flush()
                         lane.asking(tensor)
                         continue
                 if not checked:
@@ -271,6 +280,7 @@ class Intake:
                     continue
                 if not ordered:
                     lane.arrived(tensor)
+                flush()
                 loan = loans.lend(name, tensor)
                 self._begin(loan)
                 yield name, loan.tensor
@@ -284,6 +294,7 @@ class Intake:
         except Exception as error:
             self.failure = error
             raise
+        flush()
         self.current = None
         if self.scribe is not None:
             self.scribe.done()
@@ -312,7 +323,8 @@ class Intake:
         self.copied += loans.nbytes
         loans.nbytes = 0
 
-    def _read(self, weights: Iterable[Pair]) -> Iterator[Pair]:
+    def watched(self, weights: Iterable[Pair]) -> Iterator[Pair]:
+        """Yield what a source yields, and remember it if the source itself raises."""
         try:
             yield from weights
         except BaseException as error:
