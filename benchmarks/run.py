@@ -12,16 +12,17 @@ import argparse
 import gc
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from benchmarks.speed import lives, memory, packing, peak, plain, streams
+from benchmarks.speed import disk, lives, memory, packing, peak, plain, streams
 from benchmarks.speed.bench import Bench, Options
 from benchmarks.speed.report import environment, page, write
-from benchmarks.speed.table import Row
+from benchmarks.speed.table import Bound, Row
 
 
 @attrs.frozen
@@ -51,12 +52,16 @@ PLANS = [
     Plan("C14", "dense06", True, lives.c14),
     Plan("C16", "dense06", True, lives.c16),
     Plan("C17", "dense06", True, lives.c17, smoke=False),
+    Plan("C8", "dense06", True, disk.c8, smoke=False),
+    Plan("C9", "dense06", True, disk.c9, smoke=False),
     Plan("C2", "wide", True, memory.c2),
     Plan("C3", "tiny200", True, memory.c3),
     Plan("C4", "deep", True, memory.c4),
     Plan("C5", "deep", True, memory.c5),
+    Plan("C8", "deep", True, disk.c8),
     Plan("C3", "moetiny", True, packing.c3_experts),
     Plan("C7", "moe", True, packing.c7),
+    Plan("C8", "moe", True, disk.c8, smoke=False),
     Plan("C6", "dense06", False, packing.c6),
     Plan("C15", None, True, plain.c15),
     # Last, because it changes how this process gets its memory.
@@ -73,18 +78,30 @@ def measure(plans: list[Plan], options: Options) -> list[Row]:
     held = None
     for plan in plans:
         began = time.perf_counter()
-        if plan.shape is not None and held != (plan.shape, plan.skip):
-            if bench is not None:
-                bench.close()
-            gc.collect()
-            bench, held = Bench(plan.shape, options, skip=plan.skip), (plan.shape, plan.skip)
-        row = plan.measure(options if plan.shape is None else bench)
+        try:
+            if plan.shape is not None and held != (plan.shape, plan.skip):
+                if bench is not None:
+                    bench.close()
+                gc.collect()
+                bench, held = Bench(plan.shape, options, skip=plan.skip), (plan.shape, plan.skip)
+            row = plan.measure(options if plan.shape is None else bench)
+        except Exception as error:
+            traceback.print_exc()
+            row, held = failed(plan, error), None
         rows.append(row)
         spent = time.perf_counter() - began
         print(f"{row.name}: {row.ours} ({spent:.0f} s)", file=sys.stderr, flush=True)
     if bench is not None:
         bench.close()
     return sorted(rows, key=lambda row: int(row.name.split()[0][1:]))
+
+
+def failed(plan: Plan, error: Exception) -> Row:
+    """Return the row of what could not be measured, or whose result was wrong."""
+    name, said = f"{plan.row} {plan.shape or ''}".strip(), f"{type(error).__name__}: {error}"
+    nothing = [Bound("a right result", None, 0)]
+    ours = f"**failed** {said[:200].splitlines()[0]}"
+    return Row(name=name, what="failed", ours=ours, must=nothing, goal=nothing)
 
 
 def main() -> None:

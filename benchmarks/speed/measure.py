@@ -16,6 +16,10 @@ import torch
 from benchmarks.speed.models import Source
 
 
+class WrongResult(Exception):
+    """A model does not hold what was loaded; nothing of that counts."""
+
+
 @attrs.frozen
 class Taken:
     """What one call took.
@@ -91,6 +95,7 @@ def in_turn(
     rounds: int,
     *,
     before: Callable[[int], Any] = lambda number: None,
+    between: Callable[[int], Any] = lambda number: None,
     check: Callable[[int, str], str | None] = lambda number, arm: None,
     may_be_wrong: tuple[str, ...] = ("native",),
 ) -> Series:
@@ -100,6 +105,7 @@ def in_turn(
         arms: by name, what is called with the number of the round, from 0 for the warm-up.
         rounds: how many count.
         before: called before each round.
+        between: called before each arm.
         check: called after each arm has run; what is wrong with the result, if anything is.
         may_be_wrong: arms whose wrong results are noted. A wrong result of another is an error.
     """
@@ -107,13 +113,14 @@ def in_turn(
     for number in range(rounds + 1):
         before(number)
         for arm, run in arms.items():
+            between(number)
             said: list[Any] = []
             one = taken(lambda run=run, number=number, said=said: said.append(run(number)))
             # An arm that waits for others in between says itself what it took.
             one = said[0] if isinstance(said[0], Taken) else one
             wrong = check(number, arm)
             if wrong and arm not in may_be_wrong:
-                raise SystemExit(f"round {number}: {arm} gave a wrong result: {wrong}")
+                raise WrongResult(f"round {number}: {arm} gave a wrong result: {wrong}")
             if wrong:
                 series.wrong.setdefault(arm, wrong)
             if number:

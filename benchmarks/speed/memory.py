@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.speed.bench import Bench
-from benchmarks.speed.measure import Series, Taken, taken
+from benchmarks.speed.measure import Series, Taken, WrongResult, taken
 from benchmarks.speed.table import Bound, Row, arm, seconds
 from weightload.session import WeightLoadSession
 
@@ -110,13 +110,13 @@ def _fixed(bench: Bench) -> Series:
     for number in range(bench.rounds + 1):
         bench.turn(number)
         native = taken(lambda: bench.native.native({}))
-        session = WeightLoadSession(bench.ours.model, version=f"C5 {number}", plans=True)
+        session = WeightLoadSession(bench.ours.model, version=f"C5 {number}")
         start = taken(session.prepare)
         session.load(bench.source.tensors)
         finish = taken(session.finish)
         wrong = bench.check(number, "ours")
         if wrong:
-            raise SystemExit(f"C5, round {number}: {wrong}")
+            raise WrongResult(f"C5, round {number}: {wrong}")
         if number:
             series.add("native", native)
             series.add(

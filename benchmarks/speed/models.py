@@ -255,7 +255,6 @@ class Built:
         """Reload through a session and return it."""
         self.version += 1
         how = {"transport": options.pop("transport", None)}
-        options = {"plans": True, **options}
         with WeightLoadSession(self.model, version=self.version, **options) as session:
             session.load(weights, **how)
         return session

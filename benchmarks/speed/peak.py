@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.speed.bench import Bench
 from benchmarks.speed.lives import trim
-from benchmarks.speed.measure import Series, taken
+from benchmarks.speed.measure import Series, WrongResult, taken
 from benchmarks.speed.memory import facts
 from benchmarks.speed.table import Bound, Row
 
@@ -53,7 +53,7 @@ def c10(bench: Bench) -> Row:
                 peaks[who][order] = _peak(run, series, f"{who} {order}")
                 wrong = bench.check(number, who)
                 if wrong and who == "ours":
-                    raise SystemExit(f"C10, {order}: {wrong}")
+                    raise WrongResult(f"C10, {order}: {wrong}")
                 if wrong:
                     series.wrong.setdefault(f"native {order}", wrong)
     mb = {who: {order: size / 1e6 for order, size in of.items()} for who, of in peaks.items()}

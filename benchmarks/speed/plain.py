@@ -53,7 +53,7 @@ def c15(options: Options) -> Row:
     }
 
     def by_session(number: int) -> None:
-        with WeightLoadSession(ours, version=number, plans=True) as session:
+        with WeightLoadSession(ours, version=number) as session:
             session.load(states[number % 3][0])
 
     def by_loop(number: int) -> None:

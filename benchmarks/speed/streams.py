@@ -43,7 +43,7 @@ def c11(bench: Bench) -> Row:
 
     def by(parts: list[list[tuple[str, torch.Tensor]]]) -> Callable[[int], None]:
         def run(number: int) -> None:
-            with WeightLoadSession(bench.ours.model, version=number, plans=True) as session:
+            with WeightLoadSession(bench.ours.model, version=number) as session:
                 for part in parts:
                     session.load(part, transport=bench.source.flat)
 
@@ -77,7 +77,7 @@ def _loader_calls(bench: Bench, parts: list[list[tuple[str, torch.Tensor]]]) -> 
     Counted by the framework that hands them over: the model itself is left as it is, since a plan
     would notice.
     """
-    session = WeightLoadSession(bench.ours.model, version="counted", plans=True)
+    session = WeightLoadSession(bench.ours.model, version="counted")
     session.prepare()
     framework = session._framework
     counted = 0
@@ -124,7 +124,7 @@ def c13(bench: Bench) -> Row:
         nonlocal opened
         here.send(bench.which(number))
         reader = BucketReader(here.recv(), arena.memory.numel())
-        session = WeightLoadSession(bench.ours.model, version=number, plans=True)
+        session = WeightLoadSession(bench.ours.model, version=number)
         every = [taken(session.prepare)]
         checked = 0.0
         opened = 0
