@@ -42,6 +42,11 @@ class Bench:
         gc.collect()
         gc.freeze()  # as vLLM's worker does when its model is loaded
 
+    @property
+    def plain(self) -> bool:
+        """Whether nothing is packed, so that a reload is copies alone."""
+        return self.skip and "num_experts" not in self.source.config
+
     def turn(self, number: int) -> None:
         """Make the weights of round ``number`` those that everybody loads."""
         self.source.turn(self.which(number))

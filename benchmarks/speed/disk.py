@@ -14,11 +14,23 @@ import torch
 from benchmarks.speed.bench import Bench
 from benchmarks.speed.measure import in_turn
 from benchmarks.speed.memory import facts
+from benchmarks.speed.packing import Floor
 from benchmarks.speed.table import Bound, Row, arm, seconds
-from weightload.reading import Checkpoint
 
-MUST = {"dense06": (0.40, 0.30), "deep": (0.15, 0.08), "moe": (0.40, 0.30)}
-"""By shape what must hold and what is wanted, of vLLM's time."""
+try:
+    from weightload.reading import Checkpoint
+except ImportError:  # before the reader was there
+
+    def Checkpoint(folder):
+        from safetensors import safe_open
+
+        with safe_open(folder / "model.safetensors", framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                yield name, file.get_tensor(name)
+
+
+MUST = {"dense06": (0.40, 0.30), "deep": (0.15, 0.08)}
+"""By shape what must hold and what is wanted, of vLLM's time where its result is right."""
 
 
 class Files:
@@ -107,8 +119,9 @@ def c8(bench: Bench) -> Row:
         for number in (0, 1):
             made.ours(number)
         arms = {"native": made.native, "ours": made.ours, "L3": made.read}
+        if not bench.plain:
+            arms["floor"] = Floor(bench).run
         series = in_turn(arms, bench.rounds, check=made.check)
-    must, goal = MUST[bench.shape]
     native, read = series.ratio("ours", "native"), series.ratio("ours", "L3")
     row = Row(
         name=f"C8 {bench.shape}",
@@ -119,8 +132,18 @@ def c8(bench: Bench) -> Row:
         series=series,
         facts=facts(bench),
     )
-    row.must = [Bound("of vLLM", native, must)]
-    row.goal = [Bound("of vLLM", native, goal), Bound("of L3", read, 1.15)]
+    if bench.plain:
+        must, goal = MUST[bench.shape]
+        row.must = [Bound("of vLLM", native, must)]
+        row.goal = [Bound("of vLLM", native, goal), Bound("of L3", read, 1.15)]
+    else:
+        floor = series.ratio("ours", "floor")
+        row.limit += f", floor {arm(series, 'floor')}"
+        row.must, row.goal = (
+            [Bound("of the floor", floor, 1.15)],
+            [Bound("of the floor", floor, 1.08)],
+        )
+        row.notes.append("the floor is that of C7, from memory: it stages what a reader would read")
     return row
 
 
