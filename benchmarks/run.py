@@ -19,7 +19,7 @@ from typing import Any
 
 import attrs
 
-from benchmarks.speed import disk, lives, memory, packing, peak, plain, streams
+from benchmarks.speed import disk, lives, memory, packing, peak, plain, streams, stretch
 from benchmarks.speed.bench import Bench, Options
 from benchmarks.speed.report import environment, page, write
 from benchmarks.speed.table import Bound, Row
@@ -64,6 +64,7 @@ PLANS = [
     Plan("C8", "moe", True, disk.c8, smoke=False),
     Plan("C6", "dense06", False, packing.c6, smoke=False),
     Plan("C15", None, True, plain.c15),
+    Plan("S1", None, True, stretch.s1, smoke=False),
     # Last, because it changes how this process gets its memory.
     Plan("C10", "moe", True, peak.c10, smoke=False),
     Plan("C10", "dense06", True, peak.c10, smoke=False),
@@ -93,7 +94,7 @@ def measure(plans: list[Plan], options: Options) -> list[Row]:
         print(f"{row.name}: {row.ours} ({spent:.0f} s)", file=sys.stderr, flush=True)
     if bench is not None:
         bench.close()
-    return sorted(rows, key=lambda row: int(row.name.split()[0][1:]))
+    return sorted(rows, key=lambda row: (row.name[0], int(row.name.split()[0][1:])))
 
 
 def failed(plan: Plan, error: Exception) -> Row:

@@ -108,7 +108,9 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
 def reduced(config: dict[str, Any]) -> dict[str, Any]:
     """Return a model small enough for a check that must be quick, with the same kinds of layers."""
     smaller = {
-        "num_hidden_layers": min(config["num_hidden_layers"], 40 if config["hidden_size"] < 512 else 8),
+        "num_hidden_layers": min(
+            config["num_hidden_layers"], 40 if config["hidden_size"] < 512 else 8
+        ),
         "vocab_size": min(config["vocab_size"], 2048),
         "intermediate_size": min(config["intermediate_size"], 2048),
     }
