@@ -13,6 +13,7 @@ from weightload.batching import Batch
 from weightload.entries import Entry, Load
 from weightload.ledger import Region, locate, volume
 from weightload.plan import Form, Plan, View, Write
+from weightload.receipt import Names
 from weightload.record import SourceFact
 from weightload.scribe import form_of
 from weightload.skeleton import Body, Skeleton
@@ -108,6 +109,7 @@ class Route:
         fact: what is remembered about the name.
         copies: where it goes.
         casts: whether values are stored in another type.
+        written: bytes that are written.
     """
 
     shape: torch.Size
@@ -116,6 +118,7 @@ class Route:
     fact: SourceFact
     copies: tuple[Copy, ...]
     casts: bool
+    written: int
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -126,13 +129,25 @@ class Part:
         whole: whether that is the whole model.
         modules: their qualified names, otherwise.
         sources: names of tensors that go there.
+        runs: for each name that goes elsewhere, and only as bytes that are moved, what that takes:
+            position of the tensor in the skeleton, first byte there, first byte in the source,
+            number of bytes.
+        needed: names of all tensors that fill something, wherever they go.
+        tensors: how many parameters and buffers are filled elsewhere.
+        layers: how many modules these belong to.
         spared: how many hooks there are elsewhere, all of which do the same whatever is loaded.
+        consumed: what the receipt of a complete load says of the needed names.
     """
 
     whole: bool
     modules: frozenset[str] = frozenset()
     sources: frozenset[str] = frozenset()
+    runs: dict[str, tuple[tuple[int, int, int, int], ...]] = attrs.field(factory=dict)
+    needed: frozenset[str] = frozenset()
+    tensors: int = 0
+    layers: int = 0
     spared: int = 0
+    consumed: Names = attrs.field(factory=Names)
 
 
 @attrs.define(eq=False, repr=False)
@@ -209,6 +224,7 @@ class Recorded:
                 place=copies[0].place if copies else None,
             ),
             copies=tuple(copies),
+            written=sum(copy.nbytes for copy in copies),
             casts=any(copy.write.target.dtype != form.dtype for copy in copies),
         )
 
