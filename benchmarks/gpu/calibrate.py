@@ -12,7 +12,6 @@ time, its figures on a GPU may stand for vLLM's.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import json
 import statistics
@@ -22,23 +21,13 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu.clock import undisturbed
 from benchmarks.gpu.layerwise import Layerwise
 from benchmarks.gpu.model import Shape, build, process
 from benchmarks.gpu.report import environment
 
 NAMES = ("dense06", "deep", "moe")
 LEAST, MOST = 0.8, 1.2
-
-
-@contextlib.contextmanager
-def undisturbed() -> Any:
-    """Collect garbage before, and not meanwhile."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def spent(call: Any) -> float:
@@ -49,15 +38,10 @@ def spent(call: Any) -> float:
         return time.thread_time() - start
 
 
-def stacked(name: str) -> bool:
-    """Whether a tensor of vLLM's model has its counterpart under the same name."""
-    return not name.endswith(("expert_map", "expert_mask", "cos_sin_cache"))
-
-
 def differences(real: torch.nn.Module, emulated: torch.nn.Module) -> list[str]:
     """Return the names of parameters that are not the same in both."""
     mine = dict(emulated.named_parameters())
-    theirs = {name: one for name, one in real.named_parameters() if stacked(name)}
+    theirs = dict(real.named_parameters())
     lost = sorted(mine.keys() ^ theirs.keys())
     return lost or [name for name, one in theirs.items() if not torch.equal(one, mine[name])]
 
