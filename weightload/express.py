@@ -16,10 +16,11 @@ from torch import nn
 
 from weightload.arrivals import Arrivals
 from weightload.entries import Entry, Load
-from weightload.ledger import Region, locate, meet, volume
+from weightload.ledger import Region, full_region, locate, meet, volume
 from weightload.plan import Plan, View, Write
 from weightload.record import SourceFact
 from weightload.scribe import form_of
+from weightload.storage import extent_of, storage_key
 
 __all__ = ["Express", "Recorded", "settings_of"]
 
@@ -180,9 +181,24 @@ def settings_of(load: Load) -> list[Any]:
         ]
         for key, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_floating_point():
-                mine += [(key, setting) for setting in _setting(buffer)]
+                mine += [(key, setting) for setting in _setting(_to_be_read(buffer, load))]
         found.append((name, type(module), mine))
     return found
+
+
+def _to_be_read(buffer: torch.Tensor, load: Load) -> torch.Tensor | None:
+    """Return what loaders would read in a buffer, ``None`` if that is still to come.
+
+    The twin of a staged one has no memory before it is touched, and gets its seeds then.
+    """
+    staging = load.stagings.get(storage_key(buffer) or 0)
+    if staging is None or staging.allocated:
+        return buffer
+    whole = full_region(buffer.shape)
+    for twin, region, value in staging.seeds:
+        if twin is buffer and region == whole:
+            return value
+    return None
 
 
 def _setting(value: Any) -> tuple[Any, ...]:
@@ -194,9 +210,16 @@ def _setting(value: Any) -> tuple[Any, ...]:
         return (tuple(value),)
     if kind is dict and all(type(one) in _NUMBERS for one in value.values()):
         return (tuple(value.items()),)
-    if isinstance(value, torch.Tensor) and value.numel() <= _SMALL and not value.is_meta:
+    if isinstance(value, torch.Tensor) and value.numel() <= _SMALL and _has_values(value):
         return (_Values(value.detach().clone()),)
     return ()
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    """Whether a tensor can be read: it may be on meta, or a view of a twin without memory."""
+    if storage_key(tensor) is None:
+        return False
+    return tensor.untyped_storage().nbytes() >= extent_of(tensor)[1]
 
 
 def loads_of(model: nn.Module) -> object:

@@ -858,6 +858,7 @@ class WeightLoadSession:
     def _close(self) -> None:
         if vars(self.model).get(ownership.HOLDER) is self:
             del vars(self.model)[ownership.HOLDER]
+        self._express = None  # it knows the tensors, and a caller may keep the session
         if self._board is not None:
             ownership.release(self, self._board.modules.values())
             self._board.close()
