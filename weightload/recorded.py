@@ -188,7 +188,7 @@ class Recorded:
         tensors = {name: entry.tensor for entry in load.entries for name in entry.names[:1]}
         return cls(
             plan,
-            Skeleton.of(load.modules, load.framework.registry),
+            Skeleton.of(load.modules, load.framework.registry, plan.places),
             loads_of(model),
             {place: loader_of(tensors[place]) for place in plan.places if place in tensors},
         )

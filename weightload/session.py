@@ -1057,6 +1057,7 @@ class WeightLoadSession:
     def _close(self) -> None:
         if vars(self.model).get(ownership.HOLDER) is self:
             del vars(self.model)[ownership.HOLDER]
+        self._express = None  # it knows the tensors, and a caller may keep the session
         ownership.release(self, self._modules.values(), self._marks)
         if self._board is not None:
             self._board.close()

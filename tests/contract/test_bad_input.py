@@ -388,6 +388,7 @@ def test_finish_without_any_load_is_refused(bench, commit):
     assert session.state is SessionState.ABORTED
 
 
+@pytest.mark.long_way("a loader stops early")
 def test_a_loader_that_stops_early_is_caught(commit):
     """The model's loaders returned before the source was empty."""
 
@@ -554,6 +555,7 @@ def test_a_loader_cannot_swallow_a_refused_write(commit, source):
     )
 
 
+@pytest.mark.long_way("a loader raises")
 @pytest.mark.holds("frameworks-F")
 @pytest.mark.parametrize("toy", ["fused", "collecting", "bare copies", "everything"])
 @pytest.mark.parametrize("half_way", [False, True], ids=["before", "after"])

@@ -156,6 +156,7 @@ def test_none_commits_before_all_have_sealed_and_none_goes_on_before_all_have_co
 # ---------------------------------------------------------------- one engine, one fault
 
 
+@pytest.mark.long_way("loaders of a rank fail")
 @pytest.mark.parametrize(("victim", "kind"), WHO_AND_WHAT)
 @pytest.mark.parametrize(("step", "countdown"), BEFORE)
 def test_a_fault_before_the_decision_takes_all_back(step, countdown, victim, kind):

@@ -460,6 +460,7 @@ class SelfProcessing(Net):
                 session.process_quant(layer)
 
 
+@pytest.mark.long_way("the loader finalises")
 @pytest.mark.holds("C22")
 def test_a_model_cannot_have_half_of_its_weights_processed(commit):
     """Its loader finalises at the end of each call. In one call all is well; a bucket is refused,
@@ -547,6 +548,7 @@ class Table(Net):
         self.table[name][0].data.copy_(tensor)
 
 
+@pytest.mark.long_way("a loader writes past the model; by a plan the load is right")
 @pytest.mark.holds("C10")
 @pytest.mark.parametrize("layer", [Negated, Doubling])
 def test_a_loader_does_not_write_past_the_staged_tensor_into_the_live_one(layer, commit):
@@ -678,6 +680,7 @@ class Checking(Net):
             raise ValueError(f"missing {sorted(lost)}")
 
 
+@pytest.mark.long_way("the loader asks what came")
 @pytest.mark.holds("C12")
 def test_completeness_is_asked_once_over_all_buckets(commit):
     """A model that asks for it in every call is refused as long as it gets buckets, with what it

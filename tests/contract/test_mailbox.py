@@ -56,6 +56,7 @@ def test_engines_behind_a_store_are_updated_together(serving):
         assert [one.rank for one in receipt.replicas["b"]] == [0, 1]
 
 
+@pytest.mark.long_way("loaders of a rank fail")
 @pytest.mark.parametrize(("step", "then"), [("start", 1), ("load_bucket", 1), ("finish", None)])
 def test_what_goes_wrong_there_is_known_here(step, then, serving):
     engines = [ToyReplica("a"), ToyReplica("b")]

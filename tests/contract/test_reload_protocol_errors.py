@@ -836,6 +836,7 @@ class Looking(Fused):
         return super().forward(x) * self.scale
 
 
+@pytest.mark.long_way("counts calls of loaders")
 @pytest.mark.holds("W17")
 def test_each_loader_runs_once_on_real_memory(commit):
     """One that looks at values finds those of construction; one that counts counts to one."""
