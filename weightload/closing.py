@@ -53,8 +53,11 @@ def make_receipt(
         }
     kept = board.kept if board is not None else []
     counts = Counts() if board is None else board.counts()
+    consumed = None
     if quick is not None:
         counts += quick.counts()
+        if quick.complete and scope.is_full:
+            consumed = quick.part.consumed
     return Receipt(
         session=session,
         kind=kind,
@@ -65,7 +68,7 @@ def make_receipt(
         cause=cause,
         verdict=_verdict(state, version, scope, kept),
         scope=scope.to_plain(),
-        consumed=Names.of([name for name, fact in seen if fact.consumed]),
+        consumed=consumed or Names.of([name for name, fact in seen if fact.consumed]),
         skipped=Names.of([name for name, fact in seen if not fact.consumed]),
         missing=_named(error, IncompleteLoadError, kept),
         unexpected=_named(error, UnexpectedWeightError, sorted(intake.dropped)),

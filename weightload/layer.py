@@ -45,8 +45,8 @@ class Hook:
         attempted: whether it was called.
         done: whether it returned.
         last: whether it is the hook of the model as a whole, which runs after all others.
-        used: by storage key, what it used of the model in this session, if somebody looks; ``None``
-            for what another hook made.
+        used: by storage key, the tensors that it used in this session, if somebody looks, without
+            what it made itself and attributes of its unit; ``None`` for what no loader fills.
         changed: whether it left something behind in this session that no commit compares.
     """
 
@@ -57,7 +57,7 @@ class Hook:
     attempted: bool = False
     done: bool = False
     last: bool = False
-    used: dict[int, Entry | None] = attrs.field(factory=dict)
+    used: dict[int | None, Entry | None] = attrs.field(factory=dict)
     changed: bool = False
 
     @property

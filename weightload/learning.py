@@ -79,8 +79,10 @@ class Learning:
         finally:
             for key, value in writes.before.items():
                 unit.take_back(loose[key], value)
-        if any(state.differences(ObjectState.of(state.owner)) for state in before):
-            hook.changed = True
+        if self._load.judging:
+            hook.changed = any(one.differences(ObjectState.of(one.owner)) for one in before)
+            for mine in (*unit.births.keys, *map(storage_key, loose.values())):
+                hook.used.pop(mine, None)
         self._holders.made_by(hook.module, unit.births)
 
     def _states_around(self, unit: Unit, hook: Hook) -> list[ObjectState]:
@@ -111,7 +113,7 @@ class Learning:
 
         def touch(storage: int) -> None:
             self._load.allocate(storage)
-            if self._load.judging and self._holders.of(storage):
+            if self._load.judging:
                 hook.used[storage] = self._in_slots.get(storage)
             for module in self._holders.of(storage):
                 if module is hook.module:

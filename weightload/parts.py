@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from weightload.entries import Entry, Load
 from weightload.layer import Unit
 from weightload.ledger import meet
+from weightload.receipt import Names
 from weightload.record import read_by
 from weightload.recorded import Copy, Part, Recorded
 
@@ -49,18 +50,35 @@ def find_part(
                 return Part(whole=True)
         elif entry.touched and not _only_copied(entry):
             return Part(whole=True)
+    copies = {name: _copies(recorded, name) for name in recorded.plan.writes}
     sources = {
         name
-        for name in recorded.plan.writes
-        for copy in _copies(recorded, name)
+        for name, mine in copies.items()
+        for copy in mine
         if any(id(module) in inside for module, _, _ in entries[copy.place].slots)
     }
+    elsewhere = {copy.place for name in copies.keys() - sources for copy in copies[name]}
     return Part(
         whole=False,
         modules=frozenset(names[key] for key in inside),
         sources=frozenset(sources),
+        runs=dict(_runs(recorded, {k: mine for k, mine in copies.items() if k not in sources})),
+        needed=frozenset(copies),
+        tensors=len(elsewhere),
+        layers=len({place.rpartition(".")[0] for place in elsewhere}),
         spared=sum(id(hook.module) not in inside for unit in units for hook in unit.hooks),
+        consumed=Names.of(copies.keys()),
     )
+
+
+def _runs(
+    recorded: Recorded, copies: Mapping[str, Sequence[Copy]]
+) -> Iterator[tuple[str, tuple[tuple[int, int, int, int], ...]]]:
+    places = recorded.skeleton.places
+    for name, mine in copies.items():
+        runs = [(places[c.place], c.to, c.start, c.nbytes) for c in mine if c.start is not None]
+        if len(runs) == len(mine):
+            yield name, tuple(runs)
 
 
 def _idle(unit: Unit) -> bool:

@@ -53,9 +53,8 @@ class Quick:
         self._between: Callable[[], None] | None = None
         self._intake = intake
         self._mark_dirty = mark_dirty
-        self._done: list[Route] = []
         self._on_host = all(tensor.is_cpu for tensor in body.tensors)
-        self._threads = torch.get_num_threads() > 1
+        self._runs = self._runs_to_move()
         self._batch = Batch()
         self.tell: Callable[[], None] | None = None
 
@@ -75,11 +74,9 @@ class Quick:
     @property
     def complete(self) -> bool:
         """Whether every name came that fills something."""
-        intake, routes = self._intake, self.recorded.routes
-        names = routes if intake.wanted is None else intake.wanted
-        return all(
-            name in intake.seen for name in names if (r := routes.get(name)) is None or r.copies
-        )
+        wanted = self._intake.wanted
+        needed = self.part.needed if wanted is None else self.part.needed & wanted
+        return needed <= self._intake.seen.keys()
 
     def expects(self, forms: Mapping[str, Any], *, complete: bool) -> bool:
         """Whether all names, shapes and types are as they were recorded, and none has come yet.
@@ -98,12 +95,10 @@ class Quick:
                 or (wanted is not None and name not in wanted)
             ):
                 return False
-        names = routes if wanted is None else wanted
-        return not complete or all(
-            name in forms or name in seen
-            for name in names
-            if (r := routes.get(name)) is None or r.copies
-        )
+        if not complete:
+            return True
+        needed = self.part.needed if wanted is None else self.part.needed & wanted
+        return needed <= forms.keys() | seen.keys()
 
     def reserve(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> list[Place] | None:
         """Note that a tensor has come, and return where its parts have to be put at once.
@@ -125,32 +120,32 @@ class Quick:
             return None
         self._mark_dirty()
         intake.take(name, None, route.fact, route.nbytes)
-        self._done.append(route)
-        places, tensors, addresses = body.skeleton.places, body.tensors, body.addresses
-        found = []
-        for copy in route.copies:
-            at = places[copy.place]
-            found.append(copy.reserve(tensors[at], addresses[at]))
-        return found
+        tensors, addresses = body.tensors, body.addresses
+        runs = self.part.runs.get(name) if self._on_host else None
+        if runs is not None:
+            return [Place(start, nbytes, addresses[at] + to) for at, to, start, nbytes in runs]
+        indices = [body.skeleton.places[copy.place] for copy in route.copies]
+        pairs = zip(route.copies, indices, strict=True)
+        return [copy.reserve(tensors[at], addresses[at]) for copy, at in pairs]
 
     def take_all(self, pairs: Sequence[Any]) -> Sequence[Any] | None:
         """Take tensors that are all at hand; return what is left, all if one does not fit."""
-        found: list[Route] = []
-        names = set()
+        found: dict[str, Route] = {}
         for pair in pairs:
             try:
                 name, tensor = pair
             except (TypeError, ValueError):
                 return pairs
             route = self._route(name, tensor)
-            if route is None or name in names:
+            if route is None or name in found:
                 return pairs
-            names.add(name)
-            found.append(route)
-        for at, ((name, tensor), route) in enumerate(zip(pairs, found, strict=True)):
+            found[name] = route
+        for at, ((name, tensor), route) in enumerate(zip(pairs, found.values(), strict=True)):
             if not self._do(name, tensor, route):
                 self._flush()
                 return pairs[at:]
+            if self.tell is not None:
+                self.tell()
         self._flush()
         return None
 
@@ -185,12 +180,23 @@ class Quick:
             if route is None or not self._do(name, tensor, route):
                 self._flush()
                 return _with_first(pair, rest)
+            if self.tell is not None:
+                self.tell()
             if not on_host:
                 if lent:
                     self._flush()
                 lane.asking(tensor)
         self._flush()
         return None
+
+    def _runs_to_move(self) -> dict[str, tuple[tuple[int, int, int, int], ...]]:
+        """Return for each name that is only moved what that takes."""
+        if not self._on_host:
+            return {}
+        runs = self.part.runs
+        if torch.get_num_threads() == 1:
+            return runs
+        return {k: mine for k, mine in runs.items() if all(run[3] < LARGE for run in mine)}
 
     def _flush(self) -> None:
         self._batch.flush()
@@ -215,13 +221,23 @@ class Quick:
         return route if wanted is None or name in wanted else None
 
     def _do(self, name: str, tensor: torch.Tensor, route: Route) -> bool:
-        if self._express is not None and name in self.part.sources:
-            if not self._express.takes(name, tensor):
+        """Take one tensor to its places; return whether that was done."""
+        runs = self._runs.get(name)
+        if runs is not None and tensor.is_cpu:
+            self._mark_dirty()
+            intake = self._intake
+            intake.current = name
+            intake.seen[name] = route.fact
+            intake.nbytes += route.nbytes
+            address, addresses = tensor.data_ptr(), self.body.addresses
+            for at, to, start, nbytes in runs:
+                move(addresses[at] + to, address + start, nbytes)
+            return True
+        if name in self.part.sources:
+            if self._express is None or not self._express.takes(name, tensor):
                 return False
             if self._between is not None:
                 self._between()
-            if self.tell is not None:
-                self.tell()
             return True
         intake, body = self._intake, self.body
         self._mark_dirty()
@@ -230,30 +246,23 @@ class Quick:
             intake.casts.add(name)
         for copy in route.copies:
             at = body.skeleton.places[copy.place]
-            if (
-                copy.start is not None
-                and tensor.is_cpu
-                and self._on_host
-                and (copy.nbytes < LARGE or not self._threads)
-            ):
-                move(body.addresses[at] + copy.to, tensor.data_ptr() + copy.start, copy.nbytes)
-            else:
-                copy.carry_out(body.tensors[at], tensor, self._batch)
-        self._done.append(route)
-        if self.tell is not None:
-            self.tell()
+            copy.carry_out(body.tensors[at], tensor, self._batch)
         return True
 
     def counts(self) -> Counts:
         """Return the numbers for the receipt."""
-        copies = [copy for route in self._done for copy in route.copies]
-        places = {copy.place for copy in copies}
+        part = self.part
+        elsewhere = self._intake.seen.keys() - part.sources
+        routes = [self.recorded.routes.get(name) for name in elsewhere]
+        places: set[str] = set()
+        if not self.complete:
+            places = {copy.place for route in routes if route for copy in route.copies}
         return Counts(
-            bytes_written=sum(copy.nbytes for copy in copies),
-            tensors_in_place=len(places),
-            layers_in_place=len({place.rpartition(".")[0] for place in places}),
+            bytes_written=sum(route.written for route in routes if route is not None),
+            tensors_in_place=len(places) or part.tensors,
+            layers_in_place=len({place.rpartition(".")[0] for place in places}) or part.layers,
             tensors_checked=len(self.body.tensors),
-            hooks_spared=self.part.spared,
+            hooks_spared=part.spared,
         )
 
 

@@ -14,6 +14,7 @@ from weightload.entries import Entry, Load
 from weightload.ledger import Region, locate, volume
 from weightload.plan import Form, Plan, View, Write
 from weightload.reading import Place
+from weightload.receipt import Names
 from weightload.record import SourceFact
 from weightload.scribe import form_of
 from weightload.skeleton import Body, Skeleton
@@ -117,6 +118,7 @@ class Route:
         copies: where it goes.
         casts: whether values are stored in another type.
         reads: whether all of it that is needed are runs of bytes that go to runs of bytes.
+        written: bytes that are written.
     """
 
     shape: torch.Size
@@ -126,6 +128,7 @@ class Route:
     copies: tuple[Copy, ...]
     casts: bool
     reads: bool
+    written: int
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -136,13 +139,25 @@ class Part:
         whole: whether that is the whole model.
         modules: their qualified names, otherwise.
         sources: names of tensors that go there.
+        runs: for each name that goes elsewhere, and only as bytes that are moved, what that takes:
+            position of the tensor in the skeleton, first byte there, first byte in the source,
+            number of bytes.
+        needed: names of all tensors that fill something, wherever they go.
+        tensors: how many parameters and buffers are filled elsewhere.
+        layers: how many modules these belong to.
         spared: how many hooks there are elsewhere, all of which do the same whatever is loaded.
+        consumed: what the receipt of a complete load says of the needed names.
     """
 
     whole: bool
     modules: frozenset[str] = frozenset()
     sources: frozenset[str] = frozenset()
+    runs: dict[str, tuple[tuple[int, int, int, int], ...]] = attrs.field(factory=dict)
+    needed: frozenset[str] = frozenset()
+    tensors: int = 0
+    layers: int = 0
     spared: int = 0
+    consumed: Names = attrs.field(factory=Names)
 
 
 @attrs.define(eq=False, repr=False)
@@ -219,6 +234,7 @@ class Recorded:
                 place=copies[0].place if copies else None,
             ),
             copies=tuple(copies),
+            written=sum(copy.nbytes for copy in copies),
             casts=any(copy.write.target.dtype != form.dtype for copy in copies),
             reads=all(copy.start is not None for copy in copies),
         )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Literal
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from weightload import ownership, preflight, replaying
+from weightload import collector, ownership, preflight, replaying
 from weightload.board import Board
 from weightload.closing import make_receipt
 from weightload.errors import (
@@ -209,7 +209,7 @@ class WeightLoadSession:
             UnsupportedError: a veto, or this model cannot be reloaded right; the message says
                 what to do.
         """
-        with self._gate.call("prepare", Event.PREPARE):
+        with self._gate.call("prepare", Event.PREPARE), collector.paused():
             for veto in self._veto:
                 reason = veto(self.model)
                 if reason:
@@ -219,7 +219,7 @@ class WeightLoadSession:
             if poison is not None and (poison.terminal or not self.scope.is_full):
                 raise poison.error()
             self._modules = self._find_modules()
-            ownership.claim(self, self._modules)
+            ownership.claim(self, self._modules, self._marks)
             self._gate.move(Event.PREPARE)
             with self._failing("prepare"):
                 self._open()
@@ -576,6 +576,11 @@ class WeightLoadSession:
     # ------------------------------------------------------------------ opening
 
     @property
+    def _marks(self) -> Sequence[ownership.Mark] | None:
+        """What ownership knows about the modules, if it is at hand."""
+        return None if self._body is None else self._body.skeleton.marks
+
+    @property
     def _roots(self) -> list[nn.Module]:
         return [self.model, *(draft.model for draft in self._drafts)]
 
@@ -640,7 +645,7 @@ class WeightLoadSession:
             self._commit != "stream"
             or self._check_finite
             or self._verify is not None
-            or ownership.poison_of(self.model) is not None
+            or (ownership.poison_of(self.model) is not None and not self.scope.is_full)
             or any(recorded.routes.get(name) is None for name in wanted)
             or part.sources & wanted
             or not Quick.fits(recorded, body)
@@ -940,7 +945,7 @@ class WeightLoadSession:
                 self._processing.commit_all()
             if self._framework is not None:
                 self._framework.after_processing(self.model)
-        with self._progress.timed("verify"):
+        with self._progress.timed("verify"), collector.paused():
             changes = quick.body.changes()
         if changes:
             raise StorageChangedError(
@@ -950,10 +955,11 @@ class WeightLoadSession:
 
     def _announce(self) -> None:
         """Record the version and tell it to everybody, whatever one of them raises."""
-        before = ownership.weights_version(self.model)
+        before = ownership.weights_version(self.model) if self._publish else None
         cured = self.scope.is_full and not self._kept
         for root in self._roots:
-            ownership.record_version(root, self.version, cured=cured)
+            marks = self._marks if root is self.model else None
+            ownership.record_version(root, self.version, cured=cured, marks=marks)
         failed: list[BaseException] = []
         for callback in self._publish:
             try:
@@ -1051,7 +1057,7 @@ class WeightLoadSession:
     def _close(self) -> None:
         if vars(self.model).get(ownership.HOLDER) is self:
             del vars(self.model)[ownership.HOLDER]
-        ownership.release(self, self._modules.values())
+        ownership.release(self, self._modules.values(), self._marks)
         if self._board is not None:
             self._board.close()
 
@@ -1071,4 +1077,5 @@ class WeightLoadSession:
                 cause=cause,
                 error=error,
             )
+            self._modules, self._recorded, self._body, self._quick = {}, None, None, None
         return self.receipt

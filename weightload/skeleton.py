@@ -7,6 +7,7 @@ found is remembered, weakly: nothing here keeps a module or a tensor alive that 
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
@@ -19,7 +20,7 @@ import torch
 from torch import nn
 
 from weightload.entries import join
-from weightload.ownership import HOLDER, ForwardGuard
+from weightload.ownership import HOLDER, ForwardGuard, Mark, mark_of
 from weightload.record import SECTIONS
 from weightload.registry import ModuleRegistry, own_attribute
 from weightload.storage import inner_tensors, storage_key
@@ -111,7 +112,7 @@ class _Settings:
             found.values.append(None if getter is None else getter(mine))
             for key, value in mine.items():
                 if _is_container(value):
-                    found.containers.append(_Setting(place, key, value.copy()))
+                    found.containers.append(_Setting(place, key, copy.copy(value)))
             for key, tensor in _integers(mine):
                 found.tensors.append(_Setting(place, key, tensor.detach().clone()))
         return found
@@ -255,12 +256,14 @@ class Skeleton:
         tensor_names: those of parameters and buffers that are there.
         places: at which position in them each name of a tensor is.
         plain: whether all of them have data in a storage of their own.
+        marks: what is known about the modules, in their order.
     """
 
     names: list[str]
     tensor_names: list[str]
     places: dict[str, int]
     plain: bool
+    marks: list[Mark]
     _modules: list[_Weak]
     _types: list[type]
     _parts: list[_Part]
@@ -293,6 +296,7 @@ class Skeleton:
                 tensor.is_meta or inner_tensors(tensor) or storage_key(tensor) is None
                 for tensor in tensors.values()
             ),
+            marks=[*map(mark_of, modules.values())],
             modules=[ref(module) for module in modules.values()],
             types=[*map(type, modules.values())],
             parts=[_Part.of(table, dicts) for table in _PARTS],
