@@ -117,8 +117,8 @@ class Route:
         fact: what is remembered about the name.
         copies: where it goes.
         casts: whether values are stored in another type.
-        reads: whether all of it that is needed are runs of bytes that go to runs of bytes.
         written: bytes that are written.
+        reads: whether all of it that is needed are runs of bytes that go to runs of bytes.
     """
 
     shape: torch.Size
@@ -127,8 +127,8 @@ class Route:
     fact: SourceFact
     copies: tuple[Copy, ...]
     casts: bool
-    reads: bool
     written: int
+    reads: bool
 
 
 @attrs.frozen(eq=False, repr=False)
