@@ -97,8 +97,10 @@ class Quick:
                 or (wanted is not None and name not in wanted)
             ):
                 return False
+        if not complete:
+            return True
         needed = self.part.needed if wanted is None else self.part.needed & wanted
-        return not complete or needed <= forms.keys() | seen.keys()
+        return needed <= forms.keys() | seen.keys()
 
     def reserve(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> list[Place] | None:
         """Note that a tensor has come, and return where its parts have to be put at once.
@@ -120,12 +122,13 @@ class Quick:
             return None
         self._mark_dirty()
         intake.take(name, None, route.fact, route.nbytes)
-        places, tensors, addresses = body.skeleton.places, body.tensors, body.addresses
-        found = []
-        for copy in route.copies:
-            at = places[copy.place]
-            found.append(copy.reserve(tensors[at], addresses[at]))
-        return found
+        tensors, addresses = body.tensors, body.addresses
+        runs = self.part.runs.get(name) if self._on_host else None
+        if runs is not None:
+            return [Place(start, nbytes, addresses[at] + to) for at, to, start, nbytes in runs]
+        indices = [body.skeleton.places[copy.place] for copy in route.copies]
+        pairs = zip(route.copies, indices, strict=True)
+        return [copy.reserve(tensors[at], addresses[at]) for copy, at in pairs]
 
     def take_all(self, pairs: Sequence[Any]) -> Sequence[Any] | None:
         """Take tensors that are all at hand; return what is left, all if one does not fit."""
@@ -143,6 +146,8 @@ class Quick:
             if not self._do(name, tensor, route):
                 self._flush()
                 return pairs[at:]
+            if self.tell is not None:
+                self.tell()
         self._flush()
         return None
 
@@ -177,6 +182,8 @@ class Quick:
             if route is None or not self._do(name, tensor, route):
                 self._flush()
                 return _with_first(pair, rest)
+            if self.tell is not None:
+                self.tell()
             if not on_host:
                 if lent:
                     self._flush()
@@ -227,16 +234,12 @@ class Quick:
             address, addresses = tensor.data_ptr(), self.body.addresses
             for at, to, start, nbytes in runs:
                 move(addresses[at] + to, address + start, nbytes)
-            if self.tell is not None:
-                self.tell()
             return True
         if name in self.part.sources:
             if self._express is None or not self._express.takes(name, tensor):
                 return False
             if self._between is not None:
                 self._between()
-            if self.tell is not None:
-                self.tell()
             return True
         intake, body = self._intake, self.body
         self._mark_dirty()
@@ -246,8 +249,6 @@ class Quick:
         for copy in route.copies:
             at = body.skeleton.places[copy.place]
             copy.carry_out(body.tensors[at], tensor, self._batch)
-        if self.tell is not None:
-            self.tell()
         return True
 
     def counts(self) -> Counts:
