@@ -64,10 +64,10 @@ PLANS = [
     Plan("C8", "moe", True, disk.c8, smoke=False),
     Plan("C6", "dense06", False, packing.c6, smoke=False),
     Plan("C15", None, True, plain.c15),
-    Plan("S1", None, True, stretch.s1, smoke=False),
     # Last, because it changes how this process gets its memory.
     Plan("C10", "moe", True, peak.c10, smoke=False),
     Plan("C10", "dense06", True, peak.c10, smoke=False),
+    Plan("S1", None, True, stretch.s1, smoke=False),
 ]
 """Grouped by shape, so that each is built once."""
 
