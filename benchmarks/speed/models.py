@@ -342,6 +342,7 @@ def make_config(config: dict[str, Any]) -> Any:
         dtype="bfloat16",
         enforce_eager=True,
         skip_tokenizer_init=True,
+        use_tqdm_on_load=False,
         max_model_len=128,
         max_num_seqs=4,
         max_num_batched_tokens=128,
