@@ -78,7 +78,8 @@ def make_receipt(
         casts=len(intake.casts),
         moved=board.moved[:_SHOWN] if board is not None else [],
         verified=verified,
-        seconds=dict(progress.seconds),
+        seconds={**progress.seconds, **({"source": intake.waited} if intake.waited else {})},
+        blocked_seconds=progress.dirty_seconds,
         layer_seconds=dict(progress.layer_seconds),
         **attrs.asdict(counts),
     )

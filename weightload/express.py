@@ -18,6 +18,7 @@ from weightload.batching import Batch
 from weightload.entries import Entry, Load
 from weightload.ledger import meet
 from weightload.moving import LARGE, move, unwatched
+from weightload.reading import Place
 from weightload.recorded import Copy, Recorded, loader_of
 
 __all__ = ["PLAIN", "Express"]
@@ -84,6 +85,47 @@ class Express:
         if self._batch and self._arrivals.ready:
             self.flush()  # the hooks of what is complete read it
         return True
+
+    def reserve(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> list[Place] | None:
+        """Enter one tensor as if it had come, and return where its parts have to be put at once.
+
+        Until that is done nothing of the session may go on.
+
+        Returns:
+            ``None`` if that is not all that has to be done: nothing was done then, and the tensor
+            has to come. No place if nothing takes it.
+        """
+        intake = self._load.intake
+        route = self.recorded.route(name, self._entries)
+        if (
+            route is None
+            or not route.reads
+            or name in intake.seen
+            or dtype is not route.dtype
+            or shape != route.shape
+            or intake.check_finite
+            or intake.verification is not None
+        ):
+            return None
+        entries = [self._entries[copy.place] for copy in route.copies]
+        for copy, entry in zip(route.copies, entries, strict=True):
+            if not self._fits(copy, entry):
+                return None
+        intake.take(name, None, route.fact, route.nbytes)
+        found, load, guard = [], self._load, unwatched()
+        for copy, entry in zip(route.copies, entries, strict=True):
+            watched = entry.watched
+            if entry.staging is None:
+                load.mark_dirty()
+            elif not entry.staging.allocated and watched is not None:
+                load.allocate(watched.storage)
+            address = 0
+            if watched is not None:
+                address = watched.hold.data_ptr() + watched.base_offset * dtype.itemsize
+            found.append(copy.reserve(entry.tensor, address))
+            self._note(name, copy, entry)
+        del guard
+        return found
 
     def flush(self) -> None:
         """Do what waits to be copied on a device."""

@@ -8,7 +8,7 @@ what has come so far, and goes on there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +16,10 @@ import torch
 from weightload.batching import Batch
 from weightload.entries import Counts
 from weightload.express import PLAIN, Express
-from weightload.intake import Intake
+from weightload.intake import FILLED, Intake
 from weightload.lanes import Lane
 from weightload.moving import LARGE, move
+from weightload.reading import Place
 from weightload.recorded import Part, Recorded, Route, loader_of
 from weightload.skeleton import Body
 
@@ -38,6 +39,7 @@ class Quick:
         body: as given.
         recorded: as given.
         part: of the model, which needs more than copies.
+        tell: called from time to time, to report how far this has come.
     """
 
     def __init__(
@@ -51,10 +53,10 @@ class Quick:
         self._between: Callable[[], None] | None = None
         self._intake = intake
         self._mark_dirty = mark_dirty
-        self._done: list[Route] = []
         self._on_host = all(tensor.is_cpu for tensor in body.tensors)
         self._runs = self._runs_to_move()
         self._batch = Batch()
+        self.tell: Callable[[], None] | None = None
 
     def prepared(self, express: Express, between: Callable[[], None]) -> None:
         """Note who takes what goes to the part that needs more, and is called after it has."""
@@ -75,6 +77,53 @@ class Quick:
         wanted = self._intake.wanted
         needed = self.part.needed if wanted is None else self.part.needed & wanted
         return needed <= self._intake.seen.keys()
+
+    def expects(self, forms: Mapping[str, Any], *, complete: bool) -> bool:
+        """Whether all names, shapes and types are as they were recorded, and none has come yet.
+
+        Args:
+            forms: the shape and type of each name that will come.
+            complete: whether nothing else will, so that everything that fills something has to.
+        """
+        routes, seen, wanted = self.recorded.routes, self._intake.seen, self._intake.wanted
+        for name, form in forms.items():
+            route = routes.get(name)
+            if (
+                route is None
+                or form != (route.shape, route.dtype)
+                or name in seen
+                or (wanted is not None and name not in wanted)
+            ):
+                return False
+        needed = self.part.needed if wanted is None else self.part.needed & wanted
+        return not complete or needed <= forms.keys() | seen.keys()
+
+    def reserve(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> list[Place] | None:
+        """Note that a tensor has come, and return where its parts have to be put at once.
+
+        As :meth:`Express.reserve`.
+        """
+        if self._express is not None and name in self.part.sources:
+            return self._express.reserve(name, shape, dtype)
+        intake, body = self._intake, self.body
+        route = self.recorded.routes.get(name)
+        if (
+            route is None
+            or not route.reads
+            or dtype is not route.dtype
+            or shape != route.shape
+            or name in intake.seen
+            or (intake.wanted is not None and name not in intake.wanted)
+        ):
+            return None
+        self._mark_dirty()
+        intake.take(name, None, route.fact, route.nbytes)
+        places, tensors, addresses = body.skeleton.places, body.tensors, body.addresses
+        found = []
+        for copy in route.copies:
+            at = places[copy.place]
+            found.append(copy.reserve(tensors[at], addresses[at]))
+        return found
 
     def take_all(self, pairs: Sequence[Any]) -> Sequence[Any] | None:
         """Take tensors that are all at hand; return what is left, all if one does not fit."""
@@ -108,6 +157,13 @@ class Quick:
         """
         rest = iter(pairs)
         for pair in rest:
+            if pair is FILLED:
+                self._flush()
+                if self._between is not None:
+                    self._between()
+                if self.tell is not None:
+                    self.tell()
+                continue
             try:
                 name, tensor = pair
             except (TypeError, ValueError):
@@ -169,12 +225,16 @@ class Quick:
             address, addresses = tensor.data_ptr(), self.body.addresses
             for at, to, start, nbytes in runs:
                 move(addresses[at] + to, address + start, nbytes)
+            if self.tell is not None:
+                self.tell()
             return True
         if name in self.part.sources:
             if self._express is None or not self._express.takes(name, tensor):
                 return False
             if self._between is not None:
                 self._between()
+            if self.tell is not None:
+                self.tell()
             return True
         intake, body = self._intake, self.body
         self._mark_dirty()
@@ -184,6 +244,8 @@ class Quick:
         for copy in route.copies:
             at = body.skeleton.places[copy.place]
             copy.carry_out(body.tensors[at], tensor, self._batch)
+        if self.tell is not None:
+            self.tell()
         return True
 
     def counts(self) -> Counts:

@@ -82,7 +82,13 @@ class Receipt:
         staging_peak_bytes: most memory that staging held at once.
         verified: what was compared, if that was asked for: ``mode``, ``tensors``, ``units``,
             ``nbytes``, and ``digest`` of what was received, ``None`` if a plan was replayed.
-        seconds: time spent in each phase.
+        seconds: time spent in each phase. Two of them are not the model's: ``"source"``, the part of
+            ``"load"`` in which an iterator was asked for its next tensor, or files were read; and
+            ``"between"``, from one call of the session to the next, where callers wait for a
+            transport.
+        blocked_seconds: from the first live write until the session ended: the time in which the
+            model could not compute, however long the transfer took before it. 0 if nothing live
+            was written.
         layer_seconds: time spent in processing and committing each unit.
         rank: rank of the process that made this receipt.
     """
@@ -119,6 +125,7 @@ class Receipt:
     moved: list[str] = attrs.field(factory=list)
     verified: dict[str, Any] | None = None
     seconds: dict[str, float] = attrs.field(factory=dict)
+    blocked_seconds: float = 0.0
     layer_seconds: dict[str, float] = attrs.field(factory=dict, repr=False)
     rank: int = 0
 

@@ -13,6 +13,7 @@ from weightload.batching import Batch
 from weightload.entries import Entry, Load
 from weightload.ledger import Region, locate, volume
 from weightload.plan import Form, Plan, View, Write
+from weightload.reading import Place
 from weightload.receipt import Names
 from weightload.record import SourceFact
 from weightload.scribe import form_of
@@ -73,6 +74,13 @@ class Copy:
         view = self.write.source
         return None if view is None else _part(tensor, view)
 
+    def reserve(self, tensor: torch.Tensor, address: int) -> Place:
+        """Return where one run of bytes goes; the tensor is at that address."""
+        start = self.start or 0
+        if tensor.is_cpu:
+            return Place(start, self.nbytes, address + self.to)
+        return Place(start, self.nbytes, 0, self.target(tensor))
+
     def carry_out(self, target: torch.Tensor, source: torch.Tensor, batch: Batch) -> None:
         """Copy from a contiguous source, at once or when the batch is flushed."""
         part = self.source(source)
@@ -110,6 +118,7 @@ class Route:
         copies: where it goes.
         casts: whether values are stored in another type.
         written: bytes that are written.
+        reads: whether all of it that is needed are runs of bytes that go to runs of bytes.
     """
 
     shape: torch.Size
@@ -119,6 +128,7 @@ class Route:
     copies: tuple[Copy, ...]
     casts: bool
     written: int
+    reads: bool
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -226,6 +236,7 @@ class Recorded:
             copies=tuple(copies),
             written=sum(copy.nbytes for copy in copies),
             casts=any(copy.write.target.dtype != form.dtype for copy in copies),
+            reads=all(copy.start is not None for copy in copies),
         )
 
 

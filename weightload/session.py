@@ -31,20 +31,23 @@ from weightload.errors import (
 )
 from weightload.express import Express
 from weightload.family import Draft, Family
+from weightload.filling import Filling
 from weightload.framework import Framework
 from weightload.gate import Gate
-from weightload.intake import Intake, pairs_of, unless_empty
+from weightload.intake import FILLED, Intake, pairs_of, unless_empty
 from weightload.lanes import Lane
 from weightload.plan import Plan
 from weightload.planning import uses_plans
 from weightload.processing import Processing
 from weightload.progress import Progress
 from weightload.quick import Quick
+from weightload.reading import Checkpoint, Place
 from weightload.receipt import Receipt
 from weightload.record import make_record, record_of
 from weightload.recorded import Recorded
 from weightload.registry import Role
 from weightload.replaying import Fetch
+from weightload.reporting import LoadProgress, Reporter, size_of
 from weightload.scope import Scope
 from weightload.skeleton import Body
 from weightload.states import Event, SessionState
@@ -175,6 +178,7 @@ class WeightLoadSession:
         self._quick: Quick | None = None
         self._whole = False
         self._express: Express | None = None
+        self._tell: Callable[..., None] | None = None
 
     def __repr__(self) -> str:
         model = type(self.model).__name__
@@ -226,6 +230,7 @@ class WeightLoadSession:
         *,
         transport: Transport = None,
         single_stream: bool = False,
+        progress: Callable[[LoadProgress], object] | None = None,
     ) -> None:
         """Give tensors to the model's own loaders. May be called any number of times.
 
@@ -236,13 +241,17 @@ class WeightLoadSession:
             weights: a mapping, or an iterable of ``(name, tensor)`` pairs. A mapping, a sequence
                 or another collection is checked whole, before anything is written, and its memory
                 may change when ``load`` returns. The memory of what an iterator yields may change
-                as soon as the next tensor is asked for.
+                as soon as the next tensor is asked for. A :class:`Checkpoint` is read as it is
+                loaded, straight to where tensors belong where that is known: its names, shapes
+                and types are checked before anything is written, its values as they come.
             transport: the buffers that are going to be reused, a tensor or several; tensors with
                 memory elsewhere are taken for the model's own. By default all memory is.
                 ``[]`` says that none is: everything is handed over for good.
             single_stream: wait for the device where otherwise an event would do, before each
                 tensor is handed over and before the next is asked for. For iterators that answer
                 another process in between, which knows nothing of this one's streams.
+            progress: called about ten times a second with a :class:`LoadProgress`, and at the end
+                of the call. What it raises becomes a warning, and the load goes on.
 
         Raises:
             InvalidTransitionError: the session is not prepared, or has ended.
@@ -260,7 +269,10 @@ class WeightLoadSession:
             buffers = buffers_of(transport)
             self._gate.move(Event.LOAD)
             self._lane.single_stream = single_stream
-            with self._failing("load"):
+            with self._failing("load"), self._reporting(progress, weights):
+                if isinstance(weights, Checkpoint):
+                    self._check_files(weights.forms)
+                    weights, buffers = self._filling(weights), None
                 left = self._take_quickly(weights, lent=buffers != [])
                 if left is not None:
                     self._take(left, buffers, each=not isinstance(weights, Collection))
@@ -403,8 +415,13 @@ class WeightLoadSession:
         Raises:
             CheckpointError: something does not fit, or is missing.
         """
-        with self._gate.call("check", None), self._failing("check"), self._loading() as board:
-            preflight.check_set(board, self.model, self._intake, weights, complete=complete)
+        with self._gate.call("check", None), self._failing("check"):
+            if self._quick is not None and not self._whole:
+                forms = {name: preflight.form_of(value) for name, value in weights.items()}
+                if self._quick.expects(forms, complete=complete):
+                    return
+            with self._loading() as board:
+                preflight.check_set(board, self.model, self._intake, weights, complete=complete)
 
     def seal(self) -> dict[str, Any]:
         """Check that everything has come, and process it; ``finish`` is what commits.
@@ -753,9 +770,11 @@ class WeightLoadSession:
         *,
         checked: bool = False,
     ) -> Iterator[Any]:
-        between = self._process().settle
+        between: Callable[[], None] = self._process().settle
         if self._family is not None:
-            between = functools.partial(between, self._family.shared)
+            between = functools.partial(self._process().settle, self._family.shared)
+        if self._tell is not None:
+            between = self._then_tell(between, self._tell)
         express = None if self._intake.lenient else self._express
         return self._intake.feed(
             weights,
@@ -766,6 +785,59 @@ class WeightLoadSession:
             flush=None if express is None else express.flush,
             checked=checked,
         )
+
+    @contextmanager
+    def _reporting(
+        self, callback: Callable[[LoadProgress], object] | None, weights: Any
+    ) -> Iterator[None]:
+        """Report what comes while the block runs."""
+        if callback is None:
+            yield
+            return
+        tensors = nbytes = None
+        if isinstance(weights, Collection):
+            tensors = len(weights)
+            nbytes = getattr(weights, "nbytes", None) or size_of(weights)
+        intake, reporter = self._intake, Reporter(callback, tensors, nbytes)
+        before = len(intake.seen), intake.nbytes
+
+        def tell(*, ended: bool = False) -> None:
+            reporter.tell(len(intake.seen) - before[0], intake.nbytes - before[1], ended=ended)
+
+        self._tell = tell
+        if self._quick is not None:
+            self._quick.tell = tell
+        try:
+            yield
+        finally:
+            self._tell = None
+            if self._quick is not None:
+                self._quick.tell = None
+            tell(ended=True)
+
+    @staticmethod
+    def _then_tell(between: Callable[[], None], tell: Callable[[], None]) -> Callable[[], None]:
+        def both() -> None:
+            between()
+            tell()
+
+        return both
+
+    def _check_files(self, forms: Mapping[str, Any]) -> None:
+        """Check what is going to be read, as far as its headers tell, before anything is written."""
+        quick = self._quick if not self._whole else None
+        if quick is None or not quick.expects(forms, complete=False):
+            with self._loading() as board:
+                preflight.check_forms(board, self.model, self._intake, forms)
+
+    def _filling(self, checkpoint: Checkpoint) -> Filling:
+        return Filling(checkpoint, reserve=self._reserve, leaves=self._intake.leaves, filled=FILLED)
+
+    def _reserve(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> list[Place] | None:
+        """Return where a tensor has to be put, if a plan knows; see :meth:`Express.reserve`."""
+        if self._quick is not None and not self._whole:
+            return self._quick.reserve(name, shape, dtype)
+        return None if self._express is None else self._express.reserve(name, shape, dtype)
 
     def _for_loaders(self, feed: Iterator[Any]) -> Iterator[Any] | None:
         """Return what the loaders get, ``None`` if a plan has taken everything."""
@@ -908,7 +980,7 @@ class WeightLoadSession:
         """End the session if the block raises, and say whether the model is intact."""
         self._progress.step, self._progress.module = step, None
         try:
-            with self._progress.timed(step):
+            with self._progress.called(step):
                 yield
         except BaseException as error:
             raised: BaseException = error
