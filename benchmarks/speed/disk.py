@@ -16,18 +16,7 @@ from benchmarks.speed.measure import in_turn
 from benchmarks.speed.memory import facts
 from benchmarks.speed.packing import Floor
 from benchmarks.speed.table import Bound, Row, arm, seconds
-
-try:
-    from weightload.reading import Checkpoint
-except ImportError:  # before the reader was there
-
-    def Checkpoint(folder):
-        from safetensors import safe_open
-
-        with safe_open(folder / "model.safetensors", framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                yield name, file.get_tensor(name)
-
+from weightload.reading import Checkpoint
 
 MUST = {"dense06": (0.40, 0.30), "deep": (0.15, 0.08)}
 """By shape what must hold and what is wanted, of vLLM's time where its result is right."""

@@ -300,6 +300,8 @@ def digest_of(tensor: torch.Tensor) -> str:
 
 
 _STARTED = False
+_FILES = tempfile.TemporaryDirectory(prefix="weightload-speed-")
+"""Small files that vLLM asks for, gone when the process ends."""
 
 
 def start() -> None:
@@ -315,7 +317,7 @@ def start() -> None:
     vllm_config = make_config(GEOMETRIES["moetiny"])  # also the groups that experts need
     from vllm.config import set_current_vllm_config
 
-    place = Path(tempfile.mkdtemp(prefix="weightload-speed-")) / "store"
+    place = Path(_FILES.name) / "store"
     with set_current_vllm_config(vllm_config):
         init_distributed_environment(1, 0, f"file://{place}", 0, backend="gloo")
         ensure_model_parallel_initialized(1, 1)
@@ -335,13 +337,14 @@ def make_config(config: dict[str, Any]) -> Any:
     """Return a new configuration of an engine on a model of these sizes."""
     from vllm.engine.arg_utils import EngineArgs
 
-    folder = Path(tempfile.mkdtemp(prefix="weightload-speed-"))
+    folder = Path(tempfile.mkdtemp(dir=_FILES.name))
     write_config(config, folder)
     arguments = EngineArgs(
         model=str(folder),
         dtype="bfloat16",
         enforce_eager=True,
         skip_tokenizer_init=True,
+        use_tqdm_on_load=False,
         max_model_len=128,
         max_num_seqs=4,
         max_num_batched_tokens=128,

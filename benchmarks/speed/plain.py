@@ -29,10 +29,9 @@ class Block(nn.Module):
 
 def c15(options: Options) -> Row:
     """Against ``load_state_dict``."""
-    blocks = BLOCKS // 10 if options.smoke else BLOCKS
 
     def make() -> nn.Module:
-        return nn.Sequential(*(Block() for _ in range(blocks))).requires_grad_(False)
+        return nn.Sequential(*(Block() for _ in range(BLOCKS))).requires_grad_(False)
 
     native, ours, fresh = make(), make(), make()
     generator = torch.Generator().manual_seed(5)
@@ -87,7 +86,7 @@ def c15(options: Options) -> Row:
     ratio = series.ratio("ours", "native")
     row = Row(
         name="C15 plain torch",
-        what=f"{blocks} blocks of plain torch, vLLM's column is load_state_dict",
+        what=f"{BLOCKS} blocks of plain torch, vLLM's column is load_state_dict",
         native=arm(series, "native"),
         limit=f"L2 {arm(series, 'L2')}",
         ours=arm(series, "ours"),

@@ -77,22 +77,6 @@ QWEN2 = base_config("Qwen2ForCausalLM", "qwen2")
 
 QWEN3 = base_config("Qwen3ForCausalLM", "qwen3")
 
-QWEN3_05B = Family(
-    name="qwen3-05b",
-    summary="Qwen3 in the size of a small real model, for benchmarks",
-    config={
-        **QWEN3,
-        "vocab_size": 32000,
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-    },
-    tensors=lambda config: decoder(config, qk_norm=True),
-)
-
 DENSE: tuple[Family, ...] = (
     LLAMA,
     Family(

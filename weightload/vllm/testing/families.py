@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from weightload.vllm.testing.classic import CLASSIC
-from weightload.vllm.testing.dense import DENSE, QWEN3_05B
+from weightload.vllm.testing.dense import DENSE
 from weightload.vllm.testing.experts import EXPERTS
 from weightload.vllm.testing.parts import Family, TensorSpec
 from weightload.vllm.testing.quantized import QUANTIZED
@@ -55,8 +55,3 @@ def make_checkpoint(
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return directory
-
-
-def geometry_05b(directory: Path, seed: int) -> Path:
-    """Write a checkpoint of 1 GB for benchmarks: Qwen3, 28 layers, 1024 wide, 311 tensors."""
-    return make_checkpoint(QWEN3_05B, directory, seed=seed)
