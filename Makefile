@@ -2,7 +2,8 @@
 #
 #   ARGS    is passed on to pytest, as in: make test ARGS="-k ledger -x"
 #   JOBS    is how many processes run tests; 0 runs them in pytest's own, for a debugger
-#   EXAMPLES and WRITE are for make fuzz: how many, and a folder for the results
+#   EXAMPLES is for make fuzz: how many
+#   WRITE   is for make fuzz and make bench: a folder for the results
 #   PYTHON  is the interpreter of a new environment (default: python3.11, else python3)
 #   TORCH   is the torch of a new environment, as in: make TORCH=torch==2.13.0+cpu test
 
@@ -27,7 +28,7 @@ export VLLM_NO_USAGE_STATS ?= 1
 BIN := .venv/bin
 CORE_TESTS = $(wildcard tests/unit tests/property tests/contract)
 
-.PHONY: help setup demo test test-core fuzz check format lock clean
+.PHONY: help setup demo test test-core fuzz bench check format lock clean
 
 help:  ## list what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,6 +54,9 @@ WRITE ?=
 fuzz: .venv/.ready  ## load random models in random ways, and say what was covered
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/fuzz.py --examples $(EXAMPLES) --jobs $(JOBS) \
 		$(if $(WRITE),--write $(WRITE)) $(ARGS)
+
+bench: .venv/.ready  ## measure how fast weights are replaced, in under ten minutes
+	@$(BIN)/python -m benchmarks.run $(if $(WRITE),--write $(WRITE)) $(ARGS)
 
 check: .venv/.ready  ## check format, lint and types
 	@$(BIN)/ruff format --check .

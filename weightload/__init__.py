@@ -45,9 +45,11 @@ from weightload.ownership import (
 )
 from weightload.plan import Plan
 from weightload.raw import in_session
+from weightload.reading import Checkpoint
 from weightload.receipt import Names, Receipt
 from weightload.registry import ModuleRegistry, ModuleRule, Role
 from weightload.replica import FleetReceipt, Replica, Standing
+from weightload.reporting import LoadProgress, ProgressBar
 from weightload.scope import Scope
 from weightload.session import WeightLoadSession
 from weightload.states import SessionState
@@ -58,6 +60,7 @@ except PackageNotFoundError:  # used from a source tree that is not installed
     __version__ = "0+unknown"
 
 __all__ = [
+    "Checkpoint",
     "CheckpointError",
     "CheckpointFileError",
     "Draft",
@@ -69,6 +72,7 @@ __all__ = [
     "Framework",
     "IncompleteLoadError",
     "InvalidTransitionError",
+    "LoadProgress",
     "ModelBusyError",
     "ModelError",
     "ModelPoisonedError",
@@ -78,6 +82,7 @@ __all__ = [
     "Plan",
     "Poison",
     "ProcessingError",
+    "ProgressBar",
     "Receipt",
     "Replica",
     "Role",

@@ -122,6 +122,20 @@ class Arena:
             f"different files of this name."
         )
 
+    def parts(self, count: int) -> list[torch.Tensor]:
+        """Return the memory in so many equal parts.
+
+        Raises:
+            TransportError: it cannot be divided like that.
+        """
+        size, rest = divmod(self.memory.numel(), count)
+        if rest or size % ALIGNMENT:
+            raise TransportError(
+                f"Memory of {self.memory.numel()} bytes has no {count} equal parts whose size is a "
+                f"multiple of {ALIGNMENT}."
+            )
+        return list(self.memory.split(size))
+
     def owner_lives(self) -> bool:
         """Whether the process that made it still runs; asked by those that opened it."""
         try:

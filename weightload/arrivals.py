@@ -386,6 +386,11 @@ class Arrivals:
             if (unit.fresh or not self._load.initial) and unit.complete and self._repeated(unit):
                 self._ready[id(unit)] = unit
 
+    @property
+    def ready(self) -> bool:
+        """Whether a unit is complete and has not been taken yet."""
+        return bool(self._ready)
+
     def _repeated(self, unit: Unit) -> bool:
         """Whether the names came that only repeat a value, or replace one that has a default.
 

@@ -48,6 +48,11 @@ class Births(TorchDispatchMode):
         return result
 
     @property
+    def keys(self) -> set[int]:
+        """The storage keys of all that was made, whether it is still alive or not."""
+        return set(self._made)
+
+    @property
     def storages(self) -> dict[int, StorageWeakRef]:
         """What is still alive, by storage key."""
         return {key: storage for key, (storage, _) in self._made.items() if not storage.expired()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
 
 import attrs
 import torch
@@ -11,15 +10,16 @@ from torch import nn
 
 from weightload.arrivals import Arrivals
 from weightload.completeness import Completeness
-from weightload.entries import Entry, Load, Staging, join
+from weightload.entries import Counts, Entry, Load, Staging, join
 from weightload.errors import StorageChangedError, UnsupportedError, name_some
-from weightload.express import Express, Recorded, settings_of
+from weightload.express import Express
 from weightload.framework import Framework
 from weightload.intake import Intake
 from weightload.layer import Hook, Unit
 from weightload.learning import Learning
 from weightload.ledger import Region, RegionLedger, full_region, meet, without
 from weightload.partial import gaps_outside, names_of, select_units
+from weightload.parts import find_part
 from weightload.rebound import ReboundAttributes
 from weightload.record import (
     ModuleRecord,
@@ -33,6 +33,7 @@ from weightload.record import (
     record_of,
     slots_of,
 )
+from weightload.recorded import Recorded
 from weightload.registry import Role
 from weightload.scope import Scope
 from weightload.scribe import Scribe
@@ -95,7 +96,6 @@ class Board:
         self._members: dict[int, Unit] = {}
         self._marks: list[tuple[str, Slot, Fingerprint]] = []
         self._stale_keys: dict[int, list[int]] = {}
-        self._settings: list[Any] = []
 
     @property
     def entries(self) -> list[Entry]:
@@ -113,26 +113,81 @@ class Board:
         """Record what loaders do with what they get."""
         self._load.scribe = self._load.intake.scribe = scribe = Scribe()
         self.arrivals.observer.uses = scribe.used
-        self._settings = settings_of(self._load)
 
-    def express(self, model: nn.Module, recorded: Recorded) -> Express | None:
-        """Return the short way of a plan that was recorded, ``None`` if it does not hold now."""
-        if not recorded.holds(model, self._load):
-            return None
+    def express(self, recorded: Recorded) -> Express:
+        """Return the short way of a plan that holds now."""
         return Express(self._load, self.arrivals, recorded)
 
     def recorded(self, model: nn.Module) -> Recorded | None:
         """Return the plan of this load, which has finished, if it was recorded."""
         if self._load.scribe is None:
             return None
-        plan = self._load.scribe.plan(self._load)
-        return Recorded.of(plan, model, self._load, self._settings)
+        return Recorded.of(self._load.scribe.plan(self._load), model, self._load)
+
+    def judge(self) -> None:
+        """Look which hooks do the same whatever is loaded, for :meth:`judged`."""
+        self._load.judging = not self._load.initial
+
+    def judged(self, recorded: Recorded) -> None:
+        """Enter into a plan which part of the model needs more than copies; this load has finished."""
+        if self._load.judging and recorded.part is None:
+            entries = {name: entry for entry in self._load.entries for name in entry.names}
+            recorded.part = find_part(self.units, self._members, self._load, recorded, entries)
 
     # ------------------------------------------------------------------ opening
 
     def open(self) -> None:
         """Find hooks and units, fingerprint, park, and start to watch."""
-        for name, module in self.modules.items():
+        self._open(self.modules)
+        self._watch_rebound()
+
+    def extend(self, modules: Mapping[str, nn.Module]) -> None:
+        """Do the same for the rest of a model, of which a part was opened before.
+
+        Args:
+            modules: every module of the tree by qualified name.
+        """
+        rest = {name: module for name, module in modules.items() if name not in self.modules}
+        order = {name: at for at, name in enumerate(modules)}
+        self.modules.clear()
+        self.modules.update(modules)
+        self._open(rest)
+        self.units.sort(key=lambda unit: order[unit.name])
+        self.learning.forget_holders()
+        self._watch_rebound()
+
+    def _open(self, modules: Mapping[str, nn.Module]) -> None:
+        hooks = self._find_hooks(modules)
+        self._refuse_wrapped(modules)
+        marks = [
+            (join(name, key), (module, section, key), Fingerprint.of(tensor))
+            for name, module in modules.items()
+            for section, key, tensor in slots_of(module)
+        ]
+        self._marks += marks
+        units, members = build_units(modules, hooks, self._also_staged())
+        self._members.update(members)
+        if self._load.partial:
+            units = self._leave_rest(units)
+        self.units += units
+        placed: dict[tuple[int, str, str], tuple[torch.Tensor, Staging]] = {}
+        for unit in units:
+            if not self._load.initial or unit.changes or unit.slots:
+                unit.fresh = self._load.initial and not unit.changes
+                placed.update(unit.park())
+        for unit in units:
+            if unit.staged:
+                unit.point_aliases()
+        for name, (module, section, key), mark in marks:
+            if (id(module), section, key) in placed and mark.storage is not None and mark.nbytes:
+                self._load.stale[mark.storage._cdata] = name
+                self._stale_keys.setdefault(id(module), []).append(mark.storage._cdata)
+        self._watch(modules, units, placed)
+
+    def _find_hooks(self, modules: Mapping[str, nn.Module]) -> list[Hook]:
+        """Return the hooks of modules, in order of processing, and enter them among all."""
+        hooks = []
+        for name, module in modules.items():
             record = record_of(module)
             if record is not None and record.copied:
                 raise UnsupportedError(
@@ -141,55 +196,41 @@ class Board:
                     f"first load.",
                     module=name,
                 )
-            self.hooks += [
+            hooks += [
                 Hook(name=name, module=module, rule=rule)
                 for rule in self.framework.registry.rules_for(module, name)
             ]
         order = list(Role)
-        self.hooks.sort(key=lambda hook: order.index(hook.rule.role))
-        root = next(iter(self.modules.values()))
-        rule = self.framework.model_rule(root)
+        hooks.sort(key=lambda hook: order.index(hook.rule.role))
+        last = [hook for hook in self.hooks if hook.name == "" and hook.last]
+        rule = self.framework.model_rule(modules[""]) if "" in modules else None
         if rule is not None:
-            self.hooks.append(Hook(name="", module=root, rule=rule))
-        self._refuse_unrecorded()
-        self._refuse_wrapped()
-        self._marks = [
-            (join(name, key), (module, section, key), Fingerprint.of(tensor))
-            for name, module in self.modules.items()
-            for section, key, tensor in slots_of(module)
-        ]
-        self.units, self._members = build_units(self.modules, self.hooks, self._also_staged())
-        if self._load.partial:
-            self._leave_rest()
-        placed: dict[tuple[int, str, str], tuple[torch.Tensor, Staging]] = {}
-        for unit in self.units:
-            if not self._load.initial or unit.changes or unit.slots:
-                unit.fresh = self._load.initial and not unit.changes
-                placed.update(unit.park())
-        for unit in self.units:
-            if unit.staged:
-                unit.point_aliases()
-        for name, (module, section, key), mark in self._marks:
-            if (id(module), section, key) in placed and mark.storage is not None and mark.nbytes:
-                self._load.stale[mark.storage._cdata] = name
-                self._stale_keys.setdefault(id(module), []).append(mark.storage._cdata)
-        self._watch(placed)
+            last = [Hook(name="", module=modules[""], rule=rule, last=True)]
+            hooks += last
+        self._refuse_unrecorded(hooks)
+        self.hooks += [hook for hook in hooks if not hook.last]
+        self.hooks.sort(key=lambda hook: (hook.last, order.index(hook.rule.role)))
+        self.hooks = [hook for hook in self.hooks if not hook.last] + last
+        return hooks
+
+    def _watch_rebound(self) -> None:
         if not self._load.initial:
             parked = {id(m) for unit in self.units if unit.staged for m in unit.modules.values()}
             self.rebound = ReboundAttributes.of(
                 {name: m for name, m in self.modules.items() if id(m) not in parked}
             )
 
-    def _leave_rest(self) -> None:
+    def _leave_rest(self, units: list[Unit]) -> list[Unit]:
         """Leave alone what a load of some names does not change."""
         wanted = self._load.intake.wanted or frozenset()
-        self.units = select_units(self.modules, self.units, wanted)
-        chosen = {id(unit) for unit in self.units}
+        units = select_units(self.modules, units, wanted)
+        chosen = {id(unit) for unit in units}
         self._members = {key: unit for key, unit in self._members.items() if id(unit) in chosen}
         self.hooks = [hook for hook in self.hooks if id(hook.module) in self._members]
+        return units
 
-    def _refuse_unrecorded(self) -> None:
-        strange = [hook for hook in self.hooks if hook.first and not self._load.initial]
+    def _refuse_unrecorded(self, hooks: list[Hook]) -> None:
+        strange = [hook for hook in hooks if hook.first and not self._load.initial]
         if strange:
             names = name_some(f"{hook.name} ({hook.rule.role.value})" for hook in strange)
             raise UnsupportedError(
@@ -199,13 +240,13 @@ class Board:
                 modules=[hook.name for hook in strange[:10]],
             )
 
-    def _refuse_wrapped(self) -> None:
+    def _refuse_wrapped(self, modules: Mapping[str, nn.Module]) -> None:
         """Refuse to load into tensor subclasses that hold their data in tensors inside them."""
         if self._load.initial and not self.framework.requires_all:
             return  # the framework's own loaders fill them, and nothing has to be seen
-        made = {slot for module in self.modules.values() for slot in made_by_hooks(module)}
+        made = {slot for module in modules.values() for slot in made_by_hooks(module)}
         found = []
-        for name, module in self.modules.items():
+        for name, module in modules.items():
             record = record_of(module) or ModuleRecord()
             for section, key, tensor in slots_of(module):
                 slot = record.staged.get((section, key))
@@ -293,8 +334,13 @@ class Board:
         promised = [region for region, source in sources.items() if source in wanted]
         return without(tensor.shape, gaps, promised)
 
-    def _watch(self, placed: dict[tuple[int, str, str], tuple[torch.Tensor, Staging]]) -> None:
-        for name, module in self.modules.items():
+    def _watch(
+        self,
+        modules: Mapping[str, nn.Module],
+        units: list[Unit],
+        placed: dict[tuple[int, str, str], tuple[torch.Tensor, Staging]],
+    ) -> None:
+        for name, module in modules.items():
             record = record_of(module)
             unit = self._members.get(id(module))
             for section, key, tensor in slots_of(module):
@@ -325,7 +371,7 @@ class Board:
                 if unit is not None:
                     unit.entries.append(entry)
         ids = {id(module) for module in self.modules.values()}
-        for unit in self.units:
+        for unit in units:
             self._find_reads(unit, ids)
             self.arrivals.guard(unit)
 
@@ -459,7 +505,7 @@ class Board:
 
     def commit(self, unit: Unit) -> None:
         """Copy what was planned for ``unit`` into live storage; its staging is left."""
-        count = unit.commit()
+        count = unit.commit(judge=self._load.judging)
         self._load.counts.bytes_committed += count.nbytes
         self._load.counts.tensors_derived += count.derived
         self._load.counts.tensors_moved += count.moved
@@ -538,9 +584,9 @@ class Board:
                 for module, section, name in entry.slots:
                     make_record(module).tainted.add((section, name))
 
-    def counts(self) -> dict[str, int]:
+    def counts(self) -> Counts:
         """Return the numbers for the receipt."""
-        return attrs.asdict(self._load.counts)
+        return self._load.counts
 
     def close(self) -> None:
         """Stop watching and let go of everything."""

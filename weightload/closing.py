@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import attrs
+
 from weightload.board import Board
+from weightload.entries import Counts
 from weightload.errors import (
     DuplicateWeightError,
     IncompleteLoadError,
@@ -11,6 +14,7 @@ from weightload.errors import (
 )
 from weightload.intake import Intake
 from weightload.progress import Progress
+from weightload.quick import Quick
 from weightload.receipt import Names, Receipt
 from weightload.scope import Scope
 from weightload.states import SessionState
@@ -30,6 +34,7 @@ def make_receipt(
     scope: Scope,
     intake: Intake,
     board: Board | None,
+    quick: Quick | None,
     progress: Progress,
     cause: str | None,
     error: BaseException | None,
@@ -47,6 +52,12 @@ def make_receipt(
             "digest": verification.digest,
         }
     kept = board.kept if board is not None else []
+    counts = Counts() if board is None else board.counts()
+    consumed = None
+    if quick is not None:
+        counts += quick.counts()
+        if quick.complete and scope.is_full:
+            consumed = quick.part.consumed
     return Receipt(
         session=session,
         kind=kind,
@@ -57,7 +68,7 @@ def make_receipt(
         cause=cause,
         verdict=_verdict(state, version, scope, kept),
         scope=scope.to_plain(),
-        consumed=Names.of([name for name, fact in seen if fact.consumed]),
+        consumed=consumed or Names.of([name for name, fact in seen if fact.consumed]),
         skipped=Names.of([name for name, fact in seen if not fact.consumed]),
         missing=_named(error, IncompleteLoadError, kept),
         unexpected=_named(error, UnexpectedWeightError, sorted(intake.dropped)),
@@ -67,9 +78,10 @@ def make_receipt(
         casts=len(intake.casts),
         moved=board.moved[:_SHOWN] if board is not None else [],
         verified=verified,
-        seconds=dict(progress.seconds),
+        seconds={**progress.seconds, **({"source": intake.waited} if intake.waited else {})},
+        blocked_seconds=progress.dirty_seconds,
         layer_seconds=dict(progress.layer_seconds),
-        **(board.counts() if board is not None else {}),
+        **attrs.asdict(counts),
     )
 
 

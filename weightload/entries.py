@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING
 
@@ -148,9 +149,14 @@ class Counts:
     tensors_derived: int = 0
     tensors_moved: int = 0
     hooks_run: int = 0
+    hooks_spared: int = 0
     layers_in_place: int = 0
     layers_staged: int = 0
     staging_peak_bytes: int = 0
+
+    def __add__(self, other: Counts) -> Counts:
+        """Return the numbers of two parts of one load."""
+        return Counts(*map(operator.add, attrs.astuple(self), attrs.astuple(other)))
 
 
 @attrs.define(kw_only=True, eq=False, repr=False)
@@ -172,6 +178,7 @@ class Load:
         stale: names of live tensors that are staged and not committed, by storage key.
         stagings: the memory behind the twins, by storage key.
         scribe: records what loaders do; ``None`` if that is known.
+        judging: whether to look which hooks do the same whatever is loaded.
         arriving: whether more may come; what has not arrived by the end may stay away.
         counts: numbers for the receipt.
     """
@@ -190,6 +197,7 @@ class Load:
     stale: dict[int, str] = attrs.field(factory=dict)
     stagings: dict[int, Staging] = attrs.field(factory=dict)
     scribe: Scribe | None = None
+    judging: bool = False
     arriving: bool = True
     counts: Counts = attrs.field(factory=Counts)
     _staged_bytes: int = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -25,10 +26,14 @@ from weightload.storage import extent_of, storage_key
 from weightload.transport import Loan, Loans
 from weightload.verifying import Verification
 
-__all__ = ["Intake", "finite", "pairs_of", "unless_empty", "unpack", "wide_floats"]
+__all__ = ["FILLED", "Intake", "finite", "pairs_of", "unless_empty", "unpack", "wide_floats"]
 
 Pair = tuple[str, torch.Tensor]
 
+FILLED: Any = object()
+"""What a source yields when it has put tensors to their places itself."""
+
+_END: Any = object()
 _WIDE = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
@@ -61,6 +66,10 @@ def pairs_of(weights: Mapping[str, torch.Tensor] | Iterable[Pair]) -> Iterable[P
             f"found {type(weights).__name__}."
         )
     return weights.items() if isinstance(weights, Mapping) else weights
+
+
+def _nothing() -> None:
+    pass
 
 
 @attrs.frozen
@@ -104,6 +113,7 @@ class Intake:
         failure: what the loaders were interrupted by when they asked for the next tensor; they
             may have swallowed it.
         nbytes: size of all tensors that came.
+        waited: seconds that iterators took to give the next tensor.
         copied: size of all that were copied because a model held them, or might.
         casts: names of tensors that were stored in another dtype.
         broadcast: names of tensors that a loader spread over a larger place.
@@ -124,6 +134,7 @@ class Intake:
     source_error: BaseException | None = None
     failure: Exception | None = None
     nbytes: int = 0
+    waited: float = 0.0
     copied: int = 0
     casts: set[str] = attrs.field(factory=set)
     broadcast: set[str] = attrs.field(factory=set)
@@ -175,6 +186,13 @@ class Intake:
         """Whether the model has no place for ``name``, and the scope allows that it comes."""
         known = self.manifest is not None and name in self.manifest
         return not known and self.scope.may_come(name)
+
+    def leaves(self, name: str) -> bool:
+        """Leave out what the model has no place for, if the scope allows; say whether that is so."""
+        drops = self.drops(name)
+        if drops:
+            self.dropped.add(name)
+        return drops
 
     def check_form(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> None:
         """Compare shape and type with those of the load that made the model, if it is known.
@@ -241,6 +259,7 @@ class Intake:
         between: Callable[[], None],
         lane: Lane | None = None,
         takes: Callable[[Any, Any], bool] | None = None,
+        flush: Callable[[], None] | None = None,
         checked: bool = False,
     ) -> Iterator[Pair]:
         """Yield the pairs of ``weights`` to a model's loaders.
@@ -251,26 +270,34 @@ class Intake:
             between: called when the loaders have let go of one tensor and ask for the next.
             lane: orders the loaders and the source on a device with streams.
             takes: takes a tensor to its places without the loaders, if it can.
+            flush: does what ``takes`` has put off.
             checked: whether :meth:`check_pair` has seen all pairs.
         """
         lane = Lane() if lane is None else lane
+        flush = flush or _nothing
         try:
-            for pair in self._read(weights):
+            for pair in self.watched(weights):
+                if pair is FILLED:
+                    flush()
+                    between()
+                    continue
                 name, tensor = unpack(pair)
                 ordered = takes is not None and isinstance(tensor, torch.Tensor)
                 if takes is not None and ordered:
                     lane.arrived(tensor)
                     if takes(name, tensor):
                         between()
+                        if loans.each:
+                            flush()
                         lane.asking(tensor)
                         continue
                 if not checked:
                     self.check_pair(name, tensor)
-                if self.drops(name):
-                    self.dropped.add(name)
+                if self.leaves(name):
                     continue
                 if not ordered:
                     lane.arrived(tensor)
+                flush()
                 loan = loans.lend(name, tensor)
                 self._begin(loan)
                 yield name, loan.tensor
@@ -284,16 +311,17 @@ class Intake:
         except Exception as error:
             self.failure = error
             raise
+        flush()
         self.current = None
         if self.scribe is not None:
             self.scribe.done()
 
-    def take(self, name: str, tensor: torch.Tensor, fact: SourceFact, nbytes: int) -> None:
+    def take(self, name: str, tensor: torch.Tensor | None, fact: SourceFact, nbytes: int) -> None:
         """Note that a tensor arrived that goes to its places without the loaders."""
         self.current = name
         self.seen[name] = fact
         self.nbytes += nbytes
-        if self.verification is not None:
+        if self.verification is not None and tensor is not None:
             self.verification.receive(name, tensor)
 
     def end_loans(self, loans: Loans) -> None:
@@ -312,9 +340,20 @@ class Intake:
         self.copied += loans.nbytes
         loans.nbytes = 0
 
-    def _read(self, weights: Iterable[Pair]) -> Iterator[Pair]:
+    def watched(self, weights: Iterable[Pair]) -> Iterator[Pair]:
+        """Yield what a source yields, time it, and remember it if the source itself raises."""
+        clock = time.perf_counter
         try:
-            yield from weights
+            rest = iter(weights)
+            while True:
+                asked = clock()
+                try:
+                    pair = next(rest, _END)
+                finally:
+                    self.waited += clock() - asked
+                if pair is _END:
+                    return
+                yield pair
         except BaseException as error:
             self.source_error = error
             raise

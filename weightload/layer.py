@@ -44,6 +44,10 @@ class Hook:
         reads: the tensors of the module and of the modules inside it.
         attempted: whether it was called.
         done: whether it returned.
+        last: whether it is the hook of the model as a whole, which runs after all others.
+        used: by storage key, the tensors that it used in this session, if somebody looks, without
+            what it made itself and attributes of its unit; ``None`` for what no loader fills.
+        changed: whether it left something behind in this session that no commit compares.
     """
 
     name: str
@@ -52,6 +56,9 @@ class Hook:
     reads: list[Entry] = attrs.field(factory=list)
     attempted: bool = False
     done: bool = False
+    last: bool = False
+    used: dict[int | None, Entry | None] = attrs.field(factory=dict)
+    changed: bool = False
 
     @property
     def first(self) -> bool:
@@ -106,6 +113,8 @@ class Unit:
         inferred: what the hooks did was worked out afterwards, not recorded.
         committed: whether it is done.
         births: what its hooks made in this load.
+        settled: whether its commit put back what was there before, every value equal; ``None`` if
+            nobody looked.
     """
 
     modules: dict[str, nn.Module]
@@ -118,6 +127,7 @@ class Unit:
     inferred: bool = False
     committed: bool = False
     births: Births = attrs.field(factory=Births)
+    settled: bool | None = None
     _live: list[ObjectState] = attrs.field(factory=list)
     _stagings: dict[int, Staging] = attrs.field(factory=dict)
     _dressed: dict[int, dict[str, Any]] = attrs.field(factory=dict)
@@ -280,10 +290,28 @@ class Unit:
         """Yield path, live tensor and new tensor of every copy that a commit is going to make."""
         return iter(()) if self._plan is None else self._plan.named_copies()
 
-    def commit(self) -> CommitCount:
-        """Copy new values into live storage and put the live tensors back in their places."""
+    @property
+    def unchanged(self) -> bool:
+        """Whether its hooks, which ran in a session that looked, left everything as it was."""
+        quiet = all(h.done and not h.changed and h.rule.rebind is None for h in self.hooks)
+        return quiet and (self.settled is True or not (self.changes or self.slots))
+
+    def commit(self, *, judge: bool = False) -> CommitCount:
+        """Copy new values into live storage and put the live tensors back in their places.
+
+        Args:
+            judge: look whether that changes anything; see :attr:`settled`.
+        """
         plan = self._plan
+        judge = judge and plan is not None
+        same = judge and all(torch.equal(live, new) for _, live, new in self.planned_copies())
         count = plan.carry_out() if plan is not None else CommitCount()
+        if judge and plan is not None:
+            self.settled = (
+                same
+                and not plan.moves
+                and all(live.differences(ObjectState.of(live.owner)) is None for live in self._live)
+            )
         # An opaque object may know the address of a tensor that the hook made: those tensors
         # live as long as the object does, that is until the next processing. A twin is emptied
         # when its staging ends, and a view of it keeps the memory.

@@ -12,12 +12,12 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from weightload.births import Births
-from weightload.entries import Load
+from weightload.entries import Entry, Load
 from weightload.errors import UnsupportedError
 from weightload.layer import Hook, Unit
 from weightload.ledger import Region, full_region
 from weightload.observer import StaleReads, Watched, WriteObserver
-from weightload.record import Slot, StagedSlot, make_record, slots_of
+from weightload.record import ObjectState, Slot, StagedSlot, make_record, slots_of
 from weightload.recording import HookRecording, scope_of
 from weightload.storage import TensorSpec, inner_tensors, new_group, select, storage_key
 
@@ -67,6 +67,7 @@ class Learning:
         for tensor in loose.values():
             observer.watch(tensor)
         watching = observer if loose else nullcontext()
+        before = self._states_around(unit, hook) if self._load.judging else []
         try:
             with (
                 self._reads_of(hook) as touch,
@@ -76,9 +77,25 @@ class Learning:
             ):
                 hook.run()
         finally:
-            for key, before in writes.before.items():
-                unit.take_back(loose[key], before)
+            for key, value in writes.before.items():
+                unit.take_back(loose[key], value)
+        if self._load.judging:
+            hook.changed = any(one.differences(ObjectState.of(one.owner)) for one in before)
+            for mine in (*unit.births.keys, *map(storage_key, loose.values())):
+                hook.used.pop(mine, None)
         self._holders.made_by(hook.module, unit.births)
+
+    def _states_around(self, unit: Unit, hook: Hook) -> list[ObjectState]:
+        """Look at what a hook may change, if no commit is going to compare it."""
+        if unit.staged:
+            return []
+        scope = scope_of(hook.module, self._load.framework.registry)
+        return [ObjectState.of(owner) for owner in scope]
+
+    def forget_holders(self) -> None:
+        """Look again which modules hold what: there are more of them now."""
+        for name in ("_holders", "_in_slots"):
+            vars(self).pop(name, None)
 
     def everything_arrived(self) -> None:
         """Let hooks read what did not come and may stay away."""
@@ -96,6 +113,8 @@ class Learning:
 
         def touch(storage: int) -> None:
             self._load.allocate(storage)
+            if self._load.judging:
+                hook.used[storage] = self._in_slots.get(storage)
             for module in self._holders.of(storage):
                 if module is hook.module:
                     return
@@ -127,9 +146,9 @@ class Learning:
         return _Holders(self._load.modules.values())
 
     @functools.cached_property
-    def _in_slots(self) -> set[int | None]:
-        """The storages of everything that loaders write to."""
-        return {storage_key(entry.tensor) for entry in self._load.entries}
+    def _in_slots(self) -> dict[int | None, Entry]:
+        """What loaders write to, by storage key."""
+        return {storage_key(entry.tensor): entry for entry in self._load.entries}
 
     def _slot_of(self, tensor: torch.Tensor) -> Slot | None:
         entry = self._load.by_tensor.get(id(tensor))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextvars
 import itertools
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
@@ -24,11 +24,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ForwardGuard",
+    "Mark",
     "Poison",
     "claim",
     "current_session",
     "entered",
     "guard_open",
+    "mark_of",
     "open_session",
     "owner_of",
     "poison_of",
@@ -87,10 +89,32 @@ class Poison:
         )
 
 
-_versions: WeakKeyDictionary[Any, str | int | None] = WeakKeyDictionary()
-_poisons: WeakKeyDictionary[Any, Poison] = WeakKeyDictionary()
-"""Versions and poison are per module, as claims are: models share modules."""
-_claims: WeakKeyDictionary[Any, ref[WeightLoadSession]] = WeakKeyDictionary()
+@attrs.define(eq=False, repr=False)
+class Mark:
+    """What is known about one module: per module, because models share modules.
+
+    Attributes:
+        claim: who owns it, weakly.
+        version: what it serves.
+        poison: why it must not be used.
+    """
+
+    claim: ref[WeightLoadSession] | None = None
+    version: str | int | None = None
+    poison: Poison | None = None
+
+
+_marks: WeakKeyDictionary[Any, Mark] = WeakKeyDictionary()
+_poisoned = 0
+"""How many marks hold a poison, or did when their module was freed; if none, nobody has to look."""
+
+
+def mark_of(module: Any) -> Mark:
+    """Return the mark of a module; it stays the same as long as the module lives."""
+    mark = _marks.get(module)
+    if mark is None:
+        mark = _marks[module] = Mark()
+    return mark
 
 
 def new_session_id() -> int:
@@ -118,19 +142,25 @@ def entered(session: WeightLoadSession) -> Iterator[None]:
         _current.reset(token)
 
 
-def claim(session: WeightLoadSession, modules: Mapping[str, Any]) -> None:
+def claim(
+    session: WeightLoadSession, modules: Mapping[str, Any], marks: Sequence[Mark] | None = None
+) -> None:
     """Claim every module for ``session``, or none.
 
     Args:
         session: who wants to change them.
         modules: every module of the tree by its qualified name.
+        marks: theirs, in this order, if they are at hand.
 
     Raises:
         SessionMisnestedError: the owner is the session that the caller runs in.
         ModelBusyError: another session owns one of them.
     """
+    marks = [*map(mark_of, modules.values())] if marks is None else marks
     with _lock:
-        for name, module in modules.items():
+        for (name, module), mark in zip(modules.items(), marks, strict=True):
+            if mark.claim is None:
+                continue
             owner = _owner(module)
             if owner is None or owner is session:
                 continue
@@ -150,23 +180,26 @@ def claim(session: WeightLoadSession, modules: Mapping[str, Any]) -> None:
                 owner=owner.id,
             )
         mine = ref(session)
-        for module in modules.values():
-            _claims[module] = mine
+        for mark in marks:
+            mark.claim = mine
 
 
-def release(session: WeightLoadSession, modules: Iterable[Any]) -> None:
+def release(
+    session: WeightLoadSession, modules: Iterable[Any], marks: Sequence[Mark] | None = None
+) -> None:
     """Give up the claims that ``session`` holds on ``modules``; others are left alone."""
+    modules = list(modules)
+    marks = [*map(mark_of, modules)] if marks is None else marks
     with _lock:
-        for module in modules:
-            held = _claims.get(module)
-            if held is not None and held() in (session, None):
-                del _claims[module]
-                _guard(module)
+        for module, mark in zip(modules, marks, strict=True):
+            if mark.claim is not None and mark.claim() in (session, None):
+                mark.claim = None
+                _guard(module, mark)
 
 
 def _owner(module: Any) -> WeightLoadSession | None:
-    held = _claims.get(module)
-    owner = held() if held is not None else None
+    mark = _marks.get(module)
+    owner = mark.claim() if mark is not None and mark.claim is not None else None
     return owner if owner is not None and owner.state.open else None
 
 
@@ -191,8 +224,10 @@ class ForwardGuard:
         reason: why not: poison, or an open session; its ``error()`` is raised.
     """
 
+    __slots__ = ("_module", "_own", "reason")
+
     def __init__(self, module: Any, reason: Poison | _Open) -> None:
-        mine = vars(module)
+        mine = module.__dict__
         self.reason = reason
         self._module = module
         self._own = mine.get("forward")
@@ -213,8 +248,8 @@ class ForwardGuard:
     @classmethod
     def install(cls, module: Any, reason: Poison | _Open) -> None:
         """Guard ``module``, or change the reason if it is guarded."""
-        guard = vars(module).get("forward")
-        if isinstance(guard, cls):
+        guard = module.__dict__.get("forward")
+        if type(guard) is cls:
             guard.reason = reason
         else:
             cls(module, reason)
@@ -222,9 +257,9 @@ class ForwardGuard:
     @classmethod
     def remove(cls, module: Any) -> None:
         """Put the module's own ``forward`` back, if it is guarded."""
-        mine = vars(module)
+        mine = module.__dict__
         guard = mine.get("forward")
-        if not isinstance(guard, cls):
+        if type(guard) is not cls:
             return
         if guard._own is None:
             del mine["forward"]
@@ -254,19 +289,31 @@ def guard_open(session: WeightLoadSession, modules: Iterable[Any]) -> None:
         ForwardGuard.install(module, reason)
 
 
-def record_version(model: Any, version: str | int | None, *, cured: bool = True) -> None:
+def record_version(
+    model: Any,
+    version: str | int | None,
+    *,
+    cured: bool = True,
+    marks: Sequence[Mark] | None = None,
+) -> None:
     """Note that ``model`` now serves ``version``.
 
     Args:
         model: the root module.
         version: what the weights are called.
         cured: whether everything was loaded, which clears poison.
+        marks: those of all modules, if they are at hand.
     """
-    for module in model.modules():
-        _versions[module] = version
-        if cured:
-            _poisons.pop(module, None)
-        _guard(module)
+    global _poisoned
+    marks = [*map(mark_of, model.modules())] if marks is None else marks
+    for mark in marks:
+        mark.version = version
+    if cured and any(mark.poison is not None for mark in marks):
+        for module in model.modules():
+            mark = mark_of(module)
+            _poisoned -= mark.poison is not None
+            mark.poison = None
+            _guard(module, mark)
 
 
 def record_poison(model: Any, poison: Poison) -> None:
@@ -275,21 +322,22 @@ def record_poison(model: Any, poison: Poison) -> None:
     Models that share a module with it are marked as well, through that module. From then on the
     ``forward`` of every module refuses. A terminal poison is not replaced by another one.
     """
+    global _poisoned
     for module in model.modules():
-        _versions[module] = None
-        before = _poisons.get(module)
-        if before is None or not before.terminal:
-            _poisons[module] = poison
-        _guard(module)
+        mark = mark_of(module)
+        mark.version = None
+        _poisoned += mark.poison is None
+        if mark.poison is None or not mark.poison.terminal:
+            mark.poison = poison
+        _guard(module, mark)
 
 
-def _guard(module: Any) -> None:
+def _guard(module: Any, mark: Mark) -> None:
     """Guard a module that is poisoned, and no other one."""
-    poison = _poisons.get(module)
-    if poison is None:
+    if mark.poison is None:
         ForwardGuard.remove(module)
     else:
-        ForwardGuard.install(module, poison)
+        ForwardGuard.install(module, mark.poison)
 
 
 def weights_version(model: Any) -> str | int | None:
@@ -298,17 +346,20 @@ def weights_version(model: Any) -> str | int | None:
     ``None`` before the first load, if the model is poisoned, and if a module of it was loaded
     through another model since, in another version.
     """
-    version = _versions.get(model)
-    same = all(_versions.get(module, version) == version for module in model.modules())
-    return version if same else None
+    version = mark_of(model).version
+    for module in model.modules():
+        mark = _marks.get(module)
+        if mark is not None and mark.version != version:
+            return None
+    return version
 
 
 def poison_of(model: Any) -> Poison | None:
     """Return why ``model`` must not be used, or ``None`` if it may."""
-    if not _poisons:
+    if not _poisoned:
         return None
-    found = (_poisons.get(module) for module in model.modules())
-    return next((poison for poison in found if poison is not None), None)
+    marks = (_marks.get(module) for module in model.modules())
+    return next((mark.poison for mark in marks if mark is not None and mark.poison), None)
 
 
 def require_usable(model: Any) -> None:

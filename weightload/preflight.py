@@ -18,7 +18,7 @@ from weightload.errors import (
 from weightload.intake import Intake, unpack
 from weightload.transport import Loans
 
-__all__ = ["check_pairs", "check_set", "refused"]
+__all__ = ["check_forms", "check_pairs", "check_set", "form_of", "refused"]
 
 Pair = tuple[str, torch.Tensor]
 
@@ -48,6 +48,20 @@ def check_pairs(board: Board, model: nn.Module, intake: Intake, pairs: list[Any]
     _rehearse(board, model, intake, unknown)
 
 
+def check_forms(board: Board, model: nn.Module, intake: Intake, forms: Mapping[str, Any]) -> None:
+    """Check names, shapes and types that are at hand without their data, as for a load of them.
+
+    Raises:
+        CheckpointError: one does not fit, or came before.
+    """
+    for name in forms.keys() & intake.seen.keys():
+        if not intake.drops(name):
+            raise DuplicateWeightError(
+                f"{name!r} arrived twice in this session. Send each tensor once.", name=name
+            )
+    check_set(board, model, intake, forms, complete=False)
+
+
 def check_set(
     board: Board,
     model: nn.Module,
@@ -71,7 +85,7 @@ def check_set(
         if intake.drops(name):
             known += 1
             continue
-        shape, dtype = _form_of(value)
+        shape, dtype = form_of(value)
         intake.check_form(name, shape, dtype)
         if intake.check_finite and isinstance(value, torch.Tensor):
             intake.check_pair(name, value)
@@ -98,7 +112,7 @@ def check_set(
         raise board.completeness.never_came(absent, len(weights))
 
 
-def _form_of(value: Any) -> tuple[tuple[int, ...], torch.dtype | None]:
+def form_of(value: Any) -> tuple[tuple[int, ...], torch.dtype | None]:
     """Return shape and type of a tensor, of a shape, or of a pair of a shape and a type."""
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.dtype

@@ -17,6 +17,7 @@ class Progress:
 
     Attributes:
         dirty: whether a live byte was written, or is about to be: an abort poisons from then on.
+        dirty_since: when that began, on the clock of ``time.perf_counter``.
         step: what is being done, such as ``"load"`` or ``"process"``.
         module: qualified name of the module that is being processed.
         seconds: time spent in each phase.
@@ -24,14 +25,41 @@ class Progress:
     """
 
     dirty: bool = False
+    dirty_since: float | None = None
     step: str = "prepare"
     module: str | None = None
     seconds: dict[str, float] = attrs.field(factory=dict)
     layer_seconds: dict[str, float] = attrs.field(factory=dict)
 
+    _depth: int = 0
+    _left: float | None = None
+
     def mark_dirty(self) -> None:
         """Note that a live byte is about to be written."""
-        self.dirty = True
+        if not self.dirty:
+            self.dirty, self.dirty_since = True, time.perf_counter()
+
+    @property
+    def dirty_seconds(self) -> float:
+        """Time since the first live byte was written; 0 if none was."""
+        return 0.0 if self.dirty_since is None else time.perf_counter() - self.dirty_since
+
+    @contextmanager
+    def called(self, step: str) -> Iterator[None]:
+        """Time a call of the session, and what has passed since the call before it."""
+        if not self._depth and self._left is not None:
+            self.spend("between", time.perf_counter() - self._left)
+        self._depth += 1
+        try:
+            with self.timed(step):
+                yield
+        finally:
+            self._depth -= 1
+            self._left = time.perf_counter()
+
+    def spend(self, phase: str, seconds: float) -> None:
+        """Add time to a phase."""
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
     @contextmanager
     def timed(self, phase: str, layer: str | None = None) -> Iterator[None]:
@@ -41,6 +69,6 @@ class Progress:
             yield
         finally:
             spent = time.perf_counter() - started
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + spent
+            self.spend(phase, spent)
             if layer is not None:
                 self.layer_seconds[layer] = self.layer_seconds.get(layer, 0.0) + spent

@@ -78,10 +78,17 @@ class Receipt:
         tensors_moved: tensors outside parameters and buffers that could not keep their storage.
         moved: the first ten of them, and of the opaque objects that were made anew, with reasons.
         hooks_run: how many post-processing hooks ran.
+        hooks_spared: how many did not, because they do the same whatever is loaded.
         staging_peak_bytes: most memory that staging held at once.
         verified: what was compared, if that was asked for: ``mode``, ``tensors``, ``units``,
             ``nbytes``, and ``digest`` of what was received, ``None`` if a plan was replayed.
-        seconds: time spent in each phase.
+        seconds: time spent in each phase. Two of them are not the model's: ``"source"``, the part of
+            ``"load"`` in which an iterator was asked for its next tensor, or files were read; and
+            ``"between"``, from one call of the session to the next, where callers wait for a
+            transport.
+        blocked_seconds: from the first live write until the session ended: the time in which the
+            model could not compute, however long the transfer took before it. 0 if nothing live
+            was written.
         layer_seconds: time spent in processing and committing each unit.
         rank: rank of the process that made this receipt.
     """
@@ -113,10 +120,12 @@ class Receipt:
     tensors_derived: int = 0
     tensors_moved: int = 0
     hooks_run: int = 0
+    hooks_spared: int = 0
     staging_peak_bytes: int = 0
     moved: list[str] = attrs.field(factory=list)
     verified: dict[str, Any] | None = None
     seconds: dict[str, float] = attrs.field(factory=dict)
+    blocked_seconds: float = 0.0
     layer_seconds: dict[str, float] = attrs.field(factory=dict, repr=False)
     rank: int = 0
 

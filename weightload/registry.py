@@ -87,11 +87,15 @@ class ModuleRegistry:
             it, itself or in a strategy object, and has no rule, is refused.
         fallback: the rule of modules that no other rule is for, instead of a refusal; strategy
             objects have no fallback.
+
+    Attributes:
+        revision: how often a rule was registered here.
     """
 
     strategies: tuple[str, ...] = ("quant_method",)
     hook: str = "process_weights_after_loading"
     fallback: ModuleRule | None = None
+    revision: int = attrs.field(default=0, init=False)
     _types: dict[type, ModuleRule] = attrs.field(factory=dict, init=False)
     _strategy_types: dict[type, ModuleRule] = attrs.field(factory=dict, init=False)
 
@@ -121,6 +125,7 @@ class ModuleRegistry:
                 type=cls.__qualname__,
             )
         table[cls] = rule
+        self.revision += 1
 
     def copy(self) -> ModuleRegistry:
         """Return a registry with the same rules, for changes that stay local."""

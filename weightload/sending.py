@@ -6,7 +6,8 @@ workers of a machine read; it is written once, however many they are.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping
+import math
+from collections.abc import Callable, Generator, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ import torch
 
 from weightload.arena import Arena
 from weightload.intake import Intake, pairs_of
+from weightload.reading import Checkpoint
+from weightload.reporting import LoadProgress, Reporter
 from weightload.wire import ALIGNMENT, BucketWriter, forms_of
 
-__all__ = ["Weights", "is_folder", "operations"]
+__all__ = ["Sent", "Weights", "is_folder", "operations"]
 
 Weights = str | Path | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 Operation = tuple[str, dict[str, Any]]
@@ -26,8 +29,39 @@ BUCKET_BYTES = 64 << 20
 
 
 def is_folder(weights: Any) -> bool:
-    """Whether weights are read by the workers themselves; ``None`` is the engine's own folder."""
-    return weights is None or isinstance(weights, str | Path)
+    """Whether workers read the weights from files; ``None`` is the engine's own folder."""
+    return weights is None or isinstance(weights, str | Path | Checkpoint)
+
+
+class Sent:
+    """Counts what has been sent, and reports it.
+
+    Args:
+        callback: gets a :class:`LoadProgress`; ``None`` to count for nobody.
+        weights: what is sent.
+    """
+
+    def __init__(self, callback: Callable[[LoadProgress], object] | None, weights: Any) -> None:
+        tensors = nbytes = None
+        if isinstance(weights, Mapping) and callback is not None:
+            tensors, nbytes = len(weights), sum(one.nbytes for one in weights.values())
+        self._reporter = None if callback is None else Reporter(callback, tensors, nbytes)
+        self._tensors = self._nbytes = 0
+
+    def add(self, record: Any) -> None:
+        """Count the tensors that a bucket's record makes complete."""
+        if self._reporter is None or not record or "rows" not in record:
+            return
+        for _, dtype, shape, _, begin, length in record["rows"]:
+            size = math.prod(shape) * getattr(torch, dtype).itemsize
+            self._tensors += begin + length == size
+            self._nbytes += length
+        self._reporter.tell(self._tensors, self._nbytes)
+
+    def close(self) -> None:
+        """Report for the last time."""
+        if self._reporter is not None:
+            self._reporter.tell(self._tensors, self._nbytes, ended=True)
 
 
 def operations(
@@ -38,8 +72,8 @@ def operations(
     All workers must have done one before the next is asked for: the memory is used again.
 
     Args:
-        weights: a checkpoint folder, ``None`` for the one that the engine was started on, or
-            named tensors.
+        weights: a checkpoint folder or files, ``None`` for the folder that the engine was started
+            on, or named tensors.
         check_finite: refuse a mapping with NaN or infinity before anything is sent.
         bucket_bytes: size of the shared memory, by default :data:`BUCKET_BYTES`.
 
@@ -48,6 +82,9 @@ def operations(
     """
     if weights is None or isinstance(weights, str | Path):
         yield "load_path", {"path": None if weights is None else str(weights)}
+        return
+    if isinstance(weights, Checkpoint):
+        yield "load_files", {"files": [str(file) for file in weights.files]}
         return
     if isinstance(weights, Mapping) and check_finite:
         intake = Intake(manifest=None, check_finite=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Literal
@@ -16,32 +16,40 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from weightload import ownership, preflight, replaying
+from weightload import collector, ownership, preflight, replaying
 from weightload.board import Board
 from weightload.closing import make_receipt
 from weightload.errors import (
     InvalidTransitionError,
     SessionMisnestedError,
+    StorageChangedError,
     UnexpectedWeightError,
     UnsupportedError,
     UsageError,
     WeightLoadError,
+    name_some,
 )
 from weightload.express import Express
 from weightload.family import Draft, Family
+from weightload.filling import Filling
 from weightload.framework import Framework
 from weightload.gate import Gate
-from weightload.intake import Intake, pairs_of, unless_empty
+from weightload.intake import FILLED, Intake, pairs_of, unless_empty
 from weightload.lanes import Lane
 from weightload.plan import Plan
 from weightload.planning import uses_plans
 from weightload.processing import Processing
 from weightload.progress import Progress
+from weightload.quick import Quick
+from weightload.reading import Checkpoint, Place
 from weightload.receipt import Receipt
 from weightload.record import make_record, record_of
+from weightload.recorded import Recorded
 from weightload.registry import Role
 from weightload.replaying import Fetch
+from weightload.reporting import LoadProgress, Reporter, size_of
 from weightload.scope import Scope
+from weightload.skeleton import Body
 from weightload.states import Event, SessionState
 from weightload.transport import Buffers, Loans, Transport, buffers_of
 from weightload.verifying import Verification, Verify
@@ -164,7 +172,13 @@ class WeightLoadSession:
         self._kept = False
         self._block: Any = None
         self._plans = uses_plans(plans)
+        self._modules: dict[str, nn.Module] = {}
+        self._recorded: Recorded | None = None
+        self._body: Body | None = None
+        self._quick: Quick | None = None
+        self._whole = False
         self._express: Express | None = None
+        self._tell: Callable[..., None] | None = None
 
     def __repr__(self) -> str:
         model = type(self.model).__name__
@@ -195,7 +209,7 @@ class WeightLoadSession:
             UnsupportedError: a veto, or this model cannot be reloaded right; the message says
                 what to do.
         """
-        with self._gate.call("prepare", Event.PREPARE):
+        with self._gate.call("prepare", Event.PREPARE), collector.paused():
             for veto in self._veto:
                 reason = veto(self.model)
                 if reason:
@@ -204,11 +218,11 @@ class WeightLoadSession:
             poison = next((poison for poison in poisons if poison is not None), None)
             if poison is not None and (poison.terminal or not self.scope.is_full):
                 raise poison.error()
-            modules = self._modules()
-            ownership.claim(self, modules)
+            self._modules = self._find_modules()
+            ownership.claim(self, self._modules, self._marks)
             self._gate.move(Event.PREPARE)
             with self._failing("prepare"):
-                self._open(modules)
+                self._open()
 
     def load(
         self,
@@ -216,6 +230,7 @@ class WeightLoadSession:
         *,
         transport: Transport = None,
         single_stream: bool = False,
+        progress: Callable[[LoadProgress], object] | None = None,
     ) -> None:
         """Give tensors to the model's own loaders. May be called any number of times.
 
@@ -226,13 +241,17 @@ class WeightLoadSession:
             weights: a mapping, or an iterable of ``(name, tensor)`` pairs. A mapping, a sequence
                 or another collection is checked whole, before anything is written, and its memory
                 may change when ``load`` returns. The memory of what an iterator yields may change
-                as soon as the next tensor is asked for.
+                as soon as the next tensor is asked for. A :class:`Checkpoint` is read as it is
+                loaded, straight to where tensors belong where that is known: its names, shapes
+                and types are checked before anything is written, its values as they come.
             transport: the buffers that are going to be reused, a tensor or several; tensors with
                 memory elsewhere are taken for the model's own. By default all memory is.
                 ``[]`` says that none is: everything is handed over for good.
             single_stream: wait for the device where otherwise an event would do, before each
                 tensor is handed over and before the next is asked for. For iterators that answer
                 another process in between, which knows nothing of this one's streams.
+            progress: called about ten times a second with a :class:`LoadProgress`, and at the end
+                of the call. What it raises becomes a warning, and the load goes on.
 
         Raises:
             InvalidTransitionError: the session is not prepared, or has ended.
@@ -247,22 +266,43 @@ class WeightLoadSession:
         that is allowed the session has ended; ``state`` says whether the model is intact.
         """
         with self._gate.call("load", Event.LOAD):
-            loans = self._loans(buffers_of(transport), each=not isinstance(weights, Collection))
+            buffers = buffers_of(transport)
             self._gate.move(Event.LOAD)
             self._lane.single_stream = single_stream
-            with self._failing("load"), self._loading() as board, self._lending(loans):
-                if isinstance(weights, Collection):
-                    weights = self._intake.read(weights)
-                    preflight.check_pairs(board, self.model, self._intake, weights)
-                feed = self._feed(weights, loans, checked=isinstance(weights, list))
-                rest = self._for_loaders(feed)
-                if rest is not None:
-                    board.framework.load(self.model, rest)
-                self._not_swallowed(board)
-                self._drained(feed if rest is None else rest)
-                self._process().settle()
-                self._intake.end_loans(loans)
-                self._intake.end_batch()
+            with self._failing("load"), self._reporting(progress, weights):
+                if isinstance(weights, Checkpoint):
+                    self._check_files(weights.forms)
+                    weights, buffers = self._filling(weights), None
+                left = self._take_quickly(weights, lent=buffers != [])
+                if left is not None:
+                    self._take(left, buffers, each=not isinstance(weights, Collection))
+
+    def _take_quickly(self, weights: Weights, *, lent: bool) -> Weights | None:
+        """Take what needs nothing but copies; return what is left for the long way."""
+        if self._quick is None or self._whole:
+            return weights
+        with self._working():
+            if isinstance(weights, Collection):
+                return self._quick.take_all(self._intake.read(weights))
+            pairs = self._intake.watched(weights)
+            return self._quick.take_each(pairs, self._lane, lent=lent)
+
+    def _take(self, weights: Weights, buffers: Buffers | None, *, each: bool) -> None:
+        """Give tensors to the model's loaders, or past them by a plan."""
+        loans = self._loans(buffers, each=each)
+        with self._loading() as board, self._lending(loans):
+            if isinstance(weights, Collection):
+                weights = self._intake.read(weights)
+                preflight.check_pairs(board, self.model, self._intake, weights)
+            feed = self._feed(weights, loans, checked=isinstance(weights, list))
+            rest = self._for_loaders(feed)
+            if rest is not None:
+                board.framework.load(self.model, rest)
+            self._not_swallowed(board)
+            self._drained(feed if rest is None else rest)
+            self._process().settle()
+            self._intake.end_loans(loans)
+            self._intake.end_batch()
 
     def load_through(
         self,
@@ -375,8 +415,13 @@ class WeightLoadSession:
         Raises:
             CheckpointError: something does not fit, or is missing.
         """
-        with self._gate.call("check", None), self._failing("check"), self._loading() as board:
-            preflight.check_set(board, self.model, self._intake, weights, complete=complete)
+        with self._gate.call("check", None), self._failing("check"):
+            if self._quick is not None and not self._whole:
+                forms = {name: preflight.form_of(value) for name, value in weights.items()}
+                if self._quick.expects(forms, complete=complete):
+                    return
+            with self._loading() as board:
+                preflight.check_set(board, self.model, self._intake, weights, complete=complete)
 
     def seal(self) -> dict[str, Any]:
         """Check that everything has come, and process it; ``finish`` is what commits.
@@ -399,7 +444,7 @@ class WeightLoadSession:
             self._gate.move(Event.SEAL)
             with self._failing("seal"):
                 self._seal()
-            verification = self._opened().verification
+            verification = self._intake.verification
             return {
                 "names": len(self._intake.seen),
                 "digest": None if verification is None else verification.digest,
@@ -531,21 +576,31 @@ class WeightLoadSession:
     # ------------------------------------------------------------------ opening
 
     @property
+    def _marks(self) -> Sequence[ownership.Mark] | None:
+        """What ownership knows about the modules, if it is at hand."""
+        return None if self._body is None else self._body.skeleton.marks
+
+    @property
     def _roots(self) -> list[nn.Module]:
         return [self.model, *(draft.model for draft in self._drafts)]
 
-    def _modules(self) -> dict[str, nn.Module]:
+    def _find_modules(self) -> dict[str, nn.Module]:
         """Return every module by name, and make a family of several models."""
+        record = record_of(self.model)
+        known = record.framework if record is not None else None
         if self._framework is None:
-            record = record_of(self.model)
-            known = record.framework if record is not None else None
             self._framework = known if known is not None else Framework()
         if not self._drafts:
+            plan = record.plan if record is not None and self._plans else None
+            if plan is not None and self._framework is known:
+                self._recorded, self._body = plan, plan.body(self.model)
+            if self._body is not None:
+                return dict(self._body.modules)
             return dict(self.model.named_modules())
         self._family = Family(self.model, self._framework, self._drafts)
         return self._family.modules()
 
-    def _open(self, modules: dict[str, nn.Module]) -> None:
+    def _open(self) -> None:
         framework = self._family or self._framework
         if framework is None:
             raise InvalidTransitionError("The session is not prepared; call prepare() first.")
@@ -568,31 +623,78 @@ class WeightLoadSession:
         if self._verify is not None:
             salt = str(self.version)
             self._intake.verification = Verification(mode=self._verify, salt=salt)
+        if self._kind == "reload":
+            ownership.guard_open(self, self._modules.values())
+        quick = self._quick = self._quick_way()
+        if quick is None:
+            self._open_board(self._modules)
+            self._whole = True
+        elif quick.part.modules and self.scope.is_full:
+            inside = {k: module for k, module in self._modules.items() if k in quick.part.modules}
+            board, processing = self._open_board(inside)
+            quick.prepared(board.express(quick.recorded), processing.settle)
+
+    def _quick_way(self) -> Quick | None:
+        """Return the way without a board, if copies are all that this load can need."""
+        recorded, body = self._recorded, self._body
+        part = recorded.part if recorded is not None else None
+        if recorded is None or body is None or part is None or part.whole:
+            return None
+        wanted = self._intake.wanted or frozenset()
+        if (
+            self._commit != "stream"
+            or self._check_finite
+            or self._verify is not None
+            or (ownership.poison_of(self.model) is not None and not self.scope.is_full)
+            or any(recorded.routes.get(name) is None for name in wanted)
+            or part.sources & wanted
+            or not Quick.fits(recorded, body)
+        ):
+            return None
+        return Quick(recorded, body, self._intake, self._progress.mark_dirty)
+
+    def _open_board(self, modules: Mapping[str, nn.Module]) -> tuple[Board, Processing]:
+        framework = self._family or self._framework or Framework()
         strict = framework.captured(self.model) if self._strict is None else self._strict
-        self._board = Board(
+        board = self._board = Board(
             mark_dirty=self._progress.mark_dirty,
             framework=framework,
-            modules=modules,
+            modules=dict(modules),
             intake=self._intake,
             initial=self._kind == "initial",
             atomic=self._commit == "atomic",
             scope=self.scope,
             strict=strict,
         )
-        self._processing = Processing(
-            board=self._board, progress=self._progress, stream=self._commit == "stream"
+        processing = self._processing = Processing(
+            board=board, progress=self._progress, stream=self._commit == "stream"
         )
         if self._family is not None:
-            self._family.again = self._board.arrivals.again
-        self._board.open()
-        if self._plans and self.scope.is_full and self._family is None:
-            plan = record.plan if self._kind == "reload" and record is not None else None
-            if plan is not None:
-                self._express = self._board.express(self.model, plan)
-            if self._express is None:
-                self._board.start_recording()
-        if self._kind == "reload":
-            ownership.guard_open(self, modules.values())
+            self._family.again = board.arrivals.again
+        board.open()
+        if self._quick is not None:
+            return board, processing
+        plan = self._recorded if self._body is not None and self.scope.is_full else None
+        if plan is not None:
+            self._express = board.express(plan)
+        elif self._plans and self.scope.is_full and self._family is None:
+            board.start_recording()
+        if self._plans and self.scope.is_full and (plan is None or plan.part is None):
+            board.judge()
+        return board, processing
+
+    def _open_rest(self, quick: Quick) -> None:
+        """Prepare the whole model after all, and tell the ledgers what has come so far."""
+        self._whole = True
+        with self._working():
+            if self._board is None:
+                board, _ = self._open_board(self._modules)
+            else:
+                board = self._board
+                board.extend(self._modules)
+        express = board.express(quick.recorded)
+        express.enter(self._intake.seen)
+        self._express = express if self.scope.is_full else None
 
     def _wanted(self, manifest: Mapping[str, Any] | None) -> frozenset[str] | None:
         """Return the names that a partial load brings.
@@ -610,11 +712,15 @@ class WeightLoadSession:
         return self.scope.resolve(manifest)
 
     def _opened(self) -> Board:
+        """Return the board of the whole model; what was not needed so far is opened now."""
+        if self._quick is not None and not self._whole:
+            self._open_rest(self._quick)
         if self._board is None:
             raise InvalidTransitionError("The session is not prepared; call prepare() first.")
         return self._board
 
     def _process(self) -> Processing:
+        self._opened()
         if self._processing is None:
             raise InvalidTransitionError("The session is not prepared; call prepare() first.")
         return self._processing
@@ -624,13 +730,14 @@ class WeightLoadSession:
     @contextmanager
     def _loading(self) -> Iterator[Board]:
         board = self._opened()
-        with self._working(board), board.arrivals.observer:
+        with self._working(), board.arrivals.observer:
             yield board
 
     @contextmanager
-    def _working(self, board: Board) -> Iterator[None]:
+    def _working(self) -> Iterator[None]:
         """Be in the state, and on the stream, that this session works in."""
-        with ownership.entered(self), board.framework.ambient(self.model), self._lane.entered():
+        framework = self._family or self._framework or Framework()
+        with ownership.entered(self), framework.ambient(self.model), self._lane.entered():
             yield
 
     def _loans(self, buffers: Buffers | None, *, each: bool) -> Loans:
@@ -663,9 +770,11 @@ class WeightLoadSession:
         *,
         checked: bool = False,
     ) -> Iterator[Any]:
-        between = self._process().settle
+        between: Callable[[], None] = self._process().settle
         if self._family is not None:
-            between = functools.partial(between, self._family.shared)
+            between = functools.partial(self._process().settle, self._family.shared)
+        if self._tell is not None:
+            between = self._then_tell(between, self._tell)
         express = None if self._intake.lenient else self._express
         return self._intake.feed(
             weights,
@@ -673,12 +782,68 @@ class WeightLoadSession:
             between=between,
             lane=self._lane,
             takes=None if express is None else express.takes,
+            flush=None if express is None else express.flush,
             checked=checked,
         )
 
+    @contextmanager
+    def _reporting(
+        self, callback: Callable[[LoadProgress], object] | None, weights: Any
+    ) -> Iterator[None]:
+        """Report what comes while the block runs."""
+        if callback is None:
+            yield
+            return
+        tensors = nbytes = None
+        if isinstance(weights, Collection):
+            tensors = len(weights)
+            nbytes = getattr(weights, "nbytes", None) or size_of(weights)
+        intake, reporter = self._intake, Reporter(callback, tensors, nbytes)
+        before = len(intake.seen), intake.nbytes
+
+        def tell(*, ended: bool = False) -> None:
+            reporter.tell(len(intake.seen) - before[0], intake.nbytes - before[1], ended=ended)
+
+        self._tell = tell
+        if self._quick is not None:
+            self._quick.tell = tell
+        try:
+            yield
+        finally:
+            self._tell = None
+            if self._quick is not None:
+                self._quick.tell = None
+            tell(ended=True)
+
+    @staticmethod
+    def _then_tell(between: Callable[[], None], tell: Callable[[], None]) -> Callable[[], None]:
+        def both() -> None:
+            between()
+            tell()
+
+        return both
+
+    def _check_files(self, forms: Mapping[str, Any]) -> None:
+        """Check what is going to be read, as far as its headers tell, before anything is written."""
+        quick = self._quick if not self._whole else None
+        if quick is None or not quick.expects(forms, complete=False):
+            with self._loading() as board:
+                preflight.check_forms(board, self.model, self._intake, forms)
+
+    def _filling(self, checkpoint: Checkpoint) -> Filling:
+        return Filling(checkpoint, reserve=self._reserve, leaves=self._intake.leaves, filled=FILLED)
+
+    def _reserve(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> list[Place] | None:
+        """Return where a tensor has to be put, if a plan knows; see :meth:`Express.reserve`."""
+        if self._quick is not None and not self._whole:
+            return self._quick.reserve(name, shape, dtype)
+        return None if self._express is None else self._express.reserve(name, shape, dtype)
+
     def _for_loaders(self, feed: Iterator[Any]) -> Iterator[Any] | None:
         """Return what the loaders get, ``None`` if a plan has taken everything."""
-        return feed if self._express is None else unless_empty(feed)
+        if self._express is None:
+            return feed
+        return unless_empty(feed)
 
     def _not_swallowed(self, board: Board) -> None:
         """Raise what interrupted the loaders, if they went on as if nothing had happened."""
@@ -698,15 +863,18 @@ class WeightLoadSession:
 
     def _process_early(self, call: str, module: nn.Module, role: Role) -> bool:
         with self._gate.call(call, None, inside=True), self._failing("process"):
-            board = self._opened()
+            self._opened()
             if self.state is SessionState.PREPARED:
                 self._gate.move(Event.LOAD)
-            with self._working(board):
+            with self._working():
                 return self._process().early(module, role)
 
     def _seal(self) -> None:
         """Check that everything came, run the hooks that are left, plan the commits."""
         if self._sealed:
+            return
+        if self._quick is not None and not self._whole and self._seal_quickly(self._quick):
+            self._sealed = True
             return
         board, processing = self._opened(), self._process()
         missing = board.completeness.missing()
@@ -722,7 +890,7 @@ class WeightLoadSession:
             raise board.completeness.never_came(absent, len(self._intake.seen))
         board.completeness.check_overlaps()
         board.completeness.check_unclaimed()
-        with self._working(board):
+        with self._working():
             if self._kind == "initial":
                 board.framework.before_processing(self.model)
                 board.learning.start_learning()
@@ -730,10 +898,23 @@ class WeightLoadSession:
             processing.plan_all()
         self._sealed = True
 
+    def _seal_quickly(self, quick: Quick) -> bool:
+        """Run the hooks that are left, if everything came; return whether it did."""
+        if not quick.complete or (self._board and self._board.completeness.missing()):
+            return False
+        if self._processing is not None:
+            with self._working():
+                self._processing.rest()
+                self._processing.plan_all()
+        return True
+
     def _finish(self) -> None:
         """Commit what is left, compare, and remember what this load taught."""
+        if self._quick is not None and not self._whole:
+            self._finish_quickly(self._quick)
+            return
         board = self._opened()
-        with self._working(board):
+        with self._working():
             self._process().commit_all()
             board.framework.after_processing(self.model)
         with self._progress.timed("verify"):
@@ -747,6 +928,8 @@ class WeightLoadSession:
             root.plan = None if self._kept else recorded
         elif self._express is not None and self._express.stale:
             root.plan = None  # the next load records another one
+        if root.plan is not None and not self._kept:
+            board.judged(root.plan)
         if self._intake.seen:
             part = self._intake.wanted is not None or self._kept
             before = root.manifest if part and root.manifest is not None else {}
@@ -755,12 +938,28 @@ class WeightLoadSession:
                 facts = self._family.remember(facts)
             root.manifest = {**before, **facts}
 
+    def _finish_quickly(self, quick: Quick) -> None:
+        """Check that everything is where it was; nothing else can have changed."""
+        with self._working():
+            if self._processing is not None:
+                self._processing.commit_all()
+            if self._framework is not None:
+                self._framework.after_processing(self.model)
+        with self._progress.timed("verify"), collector.paused():
+            changes = quick.body.changes()
+        if changes:
+            raise StorageChangedError(
+                f"Live tensors changed during the load: {name_some(changes)}. Captured graphs "
+                f"and kernels that know the old ones are stale; start the engine again."
+            )
+
     def _announce(self) -> None:
         """Record the version and tell it to everybody, whatever one of them raises."""
-        before = ownership.weights_version(self.model)
+        before = ownership.weights_version(self.model) if self._publish else None
         cured = self.scope.is_full and not self._kept
         for root in self._roots:
-            ownership.record_version(root, self.version, cured=cured)
+            marks = self._marks if root is self.model else None
+            ownership.record_version(root, self.version, cured=cured, marks=marks)
         failed: list[BaseException] = []
         for callback in self._publish:
             try:
@@ -781,7 +980,7 @@ class WeightLoadSession:
         """End the session if the block raises, and say whether the model is intact."""
         self._progress.step, self._progress.module = step, None
         try:
-            with self._progress.timed(step):
+            with self._progress.called(step):
                 yield
         except BaseException as error:
             raised: BaseException = error
@@ -859,8 +1058,8 @@ class WeightLoadSession:
         if vars(self.model).get(ownership.HOLDER) is self:
             del vars(self.model)[ownership.HOLDER]
         self._express = None  # it knows the tensors, and a caller may keep the session
+        ownership.release(self, self._modules.values(), self._marks)
         if self._board is not None:
-            ownership.release(self, self._board.modules.values())
             self._board.close()
 
     def _make_receipt(self, cause: str | None, error: BaseException | None = None) -> Receipt:
@@ -874,8 +1073,10 @@ class WeightLoadSession:
                 scope=self.scope,
                 intake=self._intake,
                 board=self._board,
+                quick=self._quick,
                 progress=self._progress,
                 cause=cause,
                 error=error,
             )
+            self._modules, self._recorded, self._body, self._quick = {}, None, None, None
         return self.receipt

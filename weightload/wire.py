@@ -22,7 +22,7 @@ import hashlib
 import json
 import math
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -92,11 +92,13 @@ def forms_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
 
 
 class BucketWriter:
-    """Packs named tensors into one run of bytes that is filled again and again.
+    """Packs named tensors into runs of bytes that are filled again and again.
 
     Args:
         memory: uint8, one dimension: where buckets are packed. Its size is the capacity, and a
             multiple of :data:`ALIGNMENT`.
+        spare: more of the same size, for transports that send one bucket while the next is packed:
+            bucket 0 goes to ``memory``, bucket 1 to the first of these, and so on in turn.
         forms: what will be sent, as :func:`forms_of` gives it, if that is known.
         version: what the sender calls these weights.
         update: a name for this update that no other one has; by default one is drawn.
@@ -112,23 +114,32 @@ class BucketWriter:
         self,
         memory: torch.Tensor,
         *,
+        spare: Sequence[torch.Tensor] = (),
         forms: Mapping[str, Any] | None = None,
         version: str | int | None = None,
         update: str | None = None,
     ) -> None:
-        _require_memory(memory)
+        self._memories = [memory, *spare]
+        for each in self._memories:
+            _require_memory(each)
         if not memory.numel() or memory.numel() % ALIGNMENT:
             raise UsageError(
                 f"A bucket holds a multiple of {ALIGNMENT} bytes, found {memory.numel()}."
             )
+        sizes = [each.numel() for each in self._memories]
+        if len(set(sizes)) > 1:
+            raise UsageError(f"All memory of a writer has one size, found {sizes} bytes.")
         self.update = uuid.uuid4().hex if update is None else update
-        self._memory = memory
         self._forms = None if forms is None else dict(forms)
         self._version = version
         self._rows: list[list[Any]] = []
         self._used = 0
         self._buckets = self._tensors = self._nbytes = 0
         self._chain = ""
+
+    @property
+    def _memory(self) -> torch.Tensor:
+        return self._memories[self._buckets % len(self._memories)]
 
     def opening(self) -> Record:
         """Return the record that comes first."""
@@ -141,12 +152,14 @@ class BucketWriter:
         }
 
     def fill(self, weights: Iterable[Pair]) -> Iterator[Record]:
-        """Yield the record of each bucket; the memory holds it until the next one is asked for.
+        """Yield the record of each bucket.
+
+        The memory holds it until the next one that goes there is asked for.
 
         Raises:
             UsageError: what comes under a name is no tensor, or has no plain bytes to send.
         """
-        capacity = self._memory.numel()
+        capacity = self._memories[0].numel()
         for name, tensor in weights:
             octets = _octets(name, tensor)
             size = octets.numel()

@@ -99,7 +99,9 @@ def test_every_reload_equals_a_fresh_load(toy, deliver, commit):
         bench.serves = bench.state(number)
         bench.check_finished(session)
         assert weights_version(bench.model) == number
-        assert Counter(bench.framework.calls) == hooks, "each hook runs once in a session"
+        ran, spared = Counter(bench.framework.calls), session.receipt.hooks_spared
+        assert ran <= hooks, "each hook runs once in a session"
+        assert ran.total() + spared == hooks.total(), "or does the same whatever is loaded"
         assert set(hooks.values()) <= {1}
 
 

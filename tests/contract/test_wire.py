@@ -368,3 +368,27 @@ def test_nothing_is_taken_after_the_closing():
             reader.check(record)
     with pytest.raises(TransportError, match="closed already"):
         reader.close(closing)
+
+
+def test_buckets_go_to_several_memories_in_turn():
+    memories = [torch.zeros(64, dtype=torch.uint8) for _ in range(2)]
+    writer = BucketWriter(memories[0], spare=memories[1:])
+    reader = BucketReader(writer.opening(), 64)
+    sent = {f"{number}": torch.full((16,), float(number)) for number in range(5)}
+    records, got = [], {}
+    for record in writer.fill(sent.items()):
+        records.append(record)
+        if len(records) > 1:  # the one before is still there
+            got.update(_copied(reader, records[-2], memories))
+    got.update(_copied(reader, records[-1], memories))
+    reader.close(writer.closing())
+    assert [record["index"] for record in records] == list(range(5))
+    assert got.keys() == sent.keys()
+    assert all(torch.equal(got[name], sent[name]) for name in sent)
+    with pytest.raises(UsageError, match=r"one size, found \[64, 128\]"):
+        BucketWriter(memories[0], spare=[torch.zeros(128, dtype=torch.uint8)])
+
+
+def _copied(reader, record, memories):
+    found = reader.take(record, memories[record["index"] % 2])
+    return {name: tensor.clone() for name, tensor in found}

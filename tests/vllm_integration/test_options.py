@@ -28,6 +28,8 @@ def test_what_was_asked_for_holds(run_case, family):
     for other in ("A against B", "A against mixed"):
         assert case.pop(other) != "same", "or else nothing here could fail"
     assert case.pop("told") == [["A again", "told"]]
+    reports = case.pop("reports")
+    assert reports["last"] == reports["sent"]
     refused = case.pop("checked for NaN")
     assert (refused["error"], refused["model_intact"]) == ("WeightMismatchError", True)
     assert refused["verdict"] == "same"

@@ -302,3 +302,74 @@ def test_what_cannot_be_agreed_on_is_refused_where_it_is_said(option, value, mon
     for make in makes:
         with pytest.raises(UsageError, match=option):
             make(**{option: value})
+
+
+class Told(Source):
+    """Says when everything was taken from it; ``fault`` is raised then."""
+
+    def __init__(self, value, fault=None):
+        super().__init__(value)
+        self.taken, self.fault = threading.Event(), fault
+
+    def __iter__(self):
+        yield from self.weights.items()
+        self.taken.set()
+        if self.fault is not None:
+            raise self.fault
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_the_next_bucket_is_packed_while_the_last_one_is_loaded(backend, monkeypatch, meet):
+    """The engine answers the first bucket when all of the second is there, or never."""
+    engine = engine_of(backend, monkeypatch)
+    source, came = Told(1.0), []
+    trainer = meet(engine, backend, source)
+
+    def after(method, message):
+        if method == "bucket":
+            came.append(message["bucket"]["index"])
+            assert source.taken.wait(20)
+
+    trainer.client.after = after
+    trainer.send_weights()
+    assert came == [0, 1]
+    assert holds(engine) == 1.0
+
+
+def test_a_bucket_stays_as_it_is_until_it_is_loaded(monkeypatch, meet):
+    """It is looked at only when the next one has been packed into the same memory, or another."""
+    engine = engine_of("shm", monkeypatch)
+    source = Told(1.0)
+    trainer = meet(engine, "shm", source)
+    trainer.client.before = lambda method, _: method != "bucket" or source.taken.wait(20)
+    for value in (1.0, 2.0):
+        trainer.source = source = Told(value)
+        trainer.send_weights()
+        assert source.taken.is_set()
+        assert holds(engine) == value
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_an_abort_waits_for_the_bucket_that_is_being_loaded(backend, monkeypatch, meet):
+    engine = engine_of(backend, monkeypatch)
+    source = Told(1.0, fault=ValueError("the trainer's own"))
+    trainer = meet(engine, backend, source)
+    calls = []
+
+    def after(method, _):
+        if method == "bucket":
+            assert source.taken.wait(20)
+            threading.Event().wait(0.2)
+        calls.append(f"{method} ends")
+
+    trainer.client.before = lambda method, _: calls.append(f"{method} begins")
+    trainer.client.after = after
+    with pytest.raises(ValueError, match="the trainer's own"):
+        trainer.send_weights()
+    assert calls[-4:] == ["bucket begins", "bucket ends", "abort begins", "abort ends"]
+    assert open_session(engine.model) is None
+    assert holds(engine) == 0.0
+    trainer.client.before = trainer.client.after = lambda method, message: None
+    trainer.source = Source(2.0)
+    trainer.send_weights()
+    assert holds(engine) == 2.0

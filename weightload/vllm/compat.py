@@ -31,10 +31,12 @@ __all__ = [
     "engine_processes",
     "is_late_attention",
     "layers_on_meta",
+    "reads_plainly",
     "recorded_format",
     "release_memory",
     "retie_word_embeddings",
     "rpc_to_all_cores",
+    "safetensors_files",
     "says_engine_is_down",
     "set_torchao_attributes",
     "take_over_online_layer",
@@ -291,6 +293,47 @@ def register_transfer(backend: str, module: str, engine: str, trainer: str) -> N
     ):
         if has and factory is not None and backend not in getattr(factory, "_registry", ()):
             factory.register_engine(backend, module, name)
+
+
+def safetensors_files(loader: Any, model_config: Any, model: nn.Module) -> list[str] | None:
+    """Return the safetensors files that ``loader`` would read, in its order.
+
+    ``None`` if it reads others, or more, or does not say.
+    """
+    prepare = getattr(loader, "_prepare_weights", None)
+    if prepare is None or getattr(model, "secondary_weights", None):
+        return None
+    found = prepare(
+        model_config.model,
+        None,
+        model_config.revision,
+        getattr(model, "fall_back_to_pt_during_load", True),
+        getattr(model, "allow_patterns_overrides", None),
+    )
+    _, files, safetensors = found[:3]  # versions add to it
+    key = _find("vllm.model_executor.model_loader.weight_utils", "_natural_sort_key")
+    return sorted(files, key=key) if safetensors else None
+
+
+def reads_plainly(loader: Any, model: nn.Module) -> bool:
+    """Whether ``loader`` yields every tensor of its safetensors files, under its own name.
+
+    It is vLLM's default one then, has been told of no other way to read, and leaves nothing out.
+    """
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    config = loader.load_config
+    extra = config.model_loader_extra_config or {}
+    return (
+        type(loader) is DefaultModelLoader
+        and config.load_format in ("auto", "hf", "safetensors", "mistral")
+        and getattr(config, "safetensors_load_strategy", None)
+        in (None, "lazy", "eager", "prefetch")
+        and not extra.get("enable_multithread_load")
+        and getattr(loader, "local_expert_ids", None) is None
+        and getattr(loader, "_encoder_only_lm_prefixes", None) is None
+        and getattr(model, "is_unused_checkpoint_weight", None) is None
+    )
 
 
 def captures_graphs(vllm_config: Any, device: torch.device) -> bool:

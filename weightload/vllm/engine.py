@@ -23,8 +23,9 @@ from weightload.errors import (
 )
 from weightload.outcomes import gather
 from weightload.receipt import Receipt
+from weightload.reporting import LoadProgress
 from weightload.scope import Scope
-from weightload.sending import Weights, is_folder, operations
+from weightload.sending import Sent, Weights, is_folder, operations
 from weightload.vllm import caches, compat
 from weightload.vllm.liveness import Liveness
 from weightload.vllm.worker import run_operation
@@ -34,6 +35,7 @@ __all__ = ["areload", "reload"]
 Version = str | int | None
 Publish = Callable[[Version, Version], object]
 Veto = Callable[[Any], str | None]
+Progress = Callable[[LoadProgress], object]
 Steps = Generator[Callable[[], Any], Any, Any]
 
 
@@ -52,6 +54,7 @@ def reload(
     veto: Iterable[Veto] = (),
     pause: str | None = "require",
     draft: str | None = None,
+    progress: Progress | None = None,
 ) -> list[Receipt]:
     """Replace the weights of a live ``vllm.LLM``, on all ranks or on none.
 
@@ -60,8 +63,9 @@ def reload(
 
     Args:
         llm: the engine.
-        weights: a checkpoint folder; a mapping or an iterable of ``(name, tensor)`` with the
-            names of the checkpoint; ``None`` for the checkpoint that the engine was started on.
+        weights: a checkpoint folder or a :class:`weightload.Checkpoint`, which workers read; a
+            mapping or an iterable of ``(name, tensor)`` with the names of the checkpoint; ``None``
+            for the checkpoint that the engine was started on.
             Tensors of an iterator may share one buffer that is overwritten between items.
         version: what the weights are called, such as a step number.
         commit: ``"stream"`` or ``"atomic"``; see :class:`weightload.WeightLoadSession`, also for
@@ -79,6 +83,10 @@ def reload(
         pause: ``"require"`` refuses while requests are unfinished; ``None`` does not ask.
         draft: load the draft model of speculative decoding too: names that begin with this are for
             it alone, as ``"draft."``; with ``""`` every tensor is offered to both models.
+        progress: called with a :class:`weightload.LoadProgress` while tensors are loaded, such as
+            a :class:`weightload.ProgressBar`. Where workers in other processes read a folder
+            nobody calls it; the first of them draws a bar if vLLM's ``use_tqdm_on_load`` is set
+            and it has a terminal.
 
     Returns:
         One receipt per rank.
@@ -98,7 +106,7 @@ def reload(
         raise UsageError(_RUNNING)
     job = _Job.of(
         llm, engine, weights, version, commit, scope, check_finite, strict, verify, reset_caches,
-        publish, veto, draft,
+        publish, veto, draft, progress,
     )  # fmt: skip
     alive = Liveness(engine.engine_core)
     turn = _Turn()
@@ -129,6 +137,7 @@ async def areload(
     veto: Iterable[Veto] = (),
     pause: str | None = "wait",
     draft: str | None = None,
+    progress: Progress | None = None,
 ) -> list[Receipt]:
     """Replace the weights of a live ``AsyncLLM``; see :func:`reload` for what is not said here.
 
@@ -149,6 +158,7 @@ async def areload(
             paused it; ``None`` not to ask. After a failure that left a mixture the engine stays
             paused, and takes no requests.
         draft: as for :func:`reload`.
+        progress: as for :func:`reload`.
     """
     alive = Liveness(engine.engine_core)
     if pause not in ("wait", "abort", "keep", "require", None):
@@ -158,7 +168,7 @@ async def areload(
         raise UsageError(_RUNNING)
     job = _Job.of(
         engine, engine, weights, version, commit, scope, check_finite, strict, verify,
-        reset_caches, publish, veto, draft,
+        reset_caches, publish, veto, draft, progress,
     )  # fmt: skip
     if not paused:
         clear = "prefix" in job.caches
@@ -286,6 +296,7 @@ class _Job:
         options: of the session that each worker opens.
         caches: which caches are reset.
         publish: who is told about it.
+        progress: who is told how far it has come.
         steps: yields calls, is sent what they gave, returns receipts.
     """
 
@@ -296,6 +307,7 @@ class _Job:
     options: dict[str, Any]
     caches: tuple[str, ...]
     publish: tuple[Publish, ...]
+    progress: Progress | None
     steps: Steps = attrs.field(init=False)
 
     @classmethod
@@ -303,7 +315,7 @@ class _Job:
         cls, front: Any, engine: Any, weights: Weights | None, version: Version, commit: str,
         scope: Scope | None, check_finite: bool, strict: bool | None, verify: str | None,
         reset_caches: Iterable[str] | bool, publish: Iterable[Publish], veto: Iterable[Veto],
-        draft: str | None = None,
+        draft: str | None = None, progress: Progress | None = None,
     ) -> _Job:  # fmt: skip
         """Check the arguments, and ask the vetoes."""
         if not isinstance(scope, Scope | None):
@@ -324,6 +336,7 @@ class _Job:
             },
             caches=caches.selected(reset_caches),
             publish=tuple(publish),
+            progress=progress,
         )
         for ask in veto:
             reason = ask(front)
@@ -366,13 +379,17 @@ class _Job:
         return receipts
 
     def _load(self) -> Steps:
+        here = {"progress": self.progress} if self.reach.local else {}
         if self.reach.local and not is_folder(self.weights):
-            gather((yield self.reach.call("load", weights=self.weights)))
+            gather((yield self.reach.call("load", weights=self.weights, **here)))
             return
         sent = operations(self.weights, check_finite=self.options["check_finite"])
-        with closing(sent):
+        count = Sent(None if here else self.progress, self.weights)
+        with closing(sent), closing(count):
             for operation, arguments in sent:
-                gather((yield self.reach.call(operation, **arguments)))
+                more = here if operation in ("load_path", "load_files") else {}
+                gather((yield self.reach.call(operation, **arguments, **more)))
+                count.add(arguments.get("record"))
 
     def _compare(self, agreed: list[dict[str, Any]]) -> None:
         """Compare what ranks received, where all of them were sent the same."""

@@ -19,7 +19,7 @@ from weightload.arena import Arena
 from weightload.baking import bake
 from weightload.errors import ModelBusyError, UnsupportedError, UsageError
 from weightload.family import Draft
-from weightload.files import Header, checkpoint_folder, read_headers
+from weightload.files import checkpoint_folder
 from weightload.lifecycle import abort_reload, finish_reload, start_reload
 from weightload.outcomes import Outcome, gather, outcome_of
 from weightload.ownership import (
@@ -29,10 +29,11 @@ from weightload.ownership import (
     record_poison,
     weights_version,
 )
+from weightload.reading import Checkpoint
 from weightload.record import record_of
+from weightload.reporting import ProgressBar
 from weightload.scope import Scope
 from weightload.vllm import caches, compat
-from weightload.vllm.lazy import LazyCheckpoint
 from weightload.vllm.vetoes import draft_of, vetoes_of
 from weightload.wire import BucketReader
 
@@ -129,11 +130,11 @@ def _bake(worker: Any, shapes: Mapping[str, Any]) -> Any:
     return bake(model, shapes, framework=framework).to_plain()
 
 
-def _load(worker: Any, weights: Any, opener: str | None = None) -> Any:
+def _load(worker: Any, weights: Any, opener: str | None = None, progress: Any = None) -> Any:
     session = _session(worker, opener)
     if isinstance(weights, Mapping):
         session.check(weights, complete=True)
-    session.load(weights)
+    session.load(weights, progress=progress)
     return None
 
 
@@ -175,7 +176,20 @@ def _inbox(session: Any) -> tuple[Arena, BucketReader]:
     return inbox
 
 
-def _load_path(worker: Any, path: str | None = None, opener: str | None = None) -> Any:
+def _load_files(
+    worker: Any, files: Iterable[str], opener: str | None = None, progress: Any = None
+) -> Any:
+    """Load safetensors files, which are all of a checkpoint."""
+    session = _session(worker, opener)
+    checkpoint = Checkpoint(files)
+    session.check(checkpoint.forms, complete=True)
+    session.load(checkpoint, progress=progress or _bar(worker))
+    return None
+
+
+def _load_path(
+    worker: Any, path: str | None = None, opener: str | None = None, progress: Any = None
+) -> Any:
     session = _session(worker, opener)
     model = worker.get_model()
     loader = _loader(worker)
@@ -186,11 +200,14 @@ def _load_path(worker: Any, path: str | None = None, opener: str | None = None) 
         model_config.model = str(folder)
         model_config.model_weights = ""
         model_config.revision = None
-    headers = _headers(loader, model_config, model)
-    if headers is not None:
-        session.check(LazyCheckpoint(headers), complete=True)
-    if session.baseline_known:
-        session.load(loader.get_all_weights(model_config, model), transport=[])
+    checkpoint = _checkpoint(loader, model_config, model)
+    if checkpoint is not None:
+        session.check(checkpoint.forms, complete=True)
+    if session.baseline_known and checkpoint is not None and compat.reads_plainly(loader, model):
+        session.load(checkpoint, progress=progress or _bar(worker))
+    elif session.baseline_known:
+        weights = loader.get_all_weights(model_config, model)  # draws a bar of its own
+        session.load(weights, transport=[], progress=progress)
     else:
         # Files come in the order of a fresh load, in which the last of several names counts.
         weights = loader.get_all_weights(model_config, model)
@@ -270,6 +287,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "open_buckets": _open_buckets,
     "load_bucket": _load_bucket,
     "close_buckets": _close_buckets,
+    "load_files": _load_files,
     "load_path": _load_path,
     "seal": _seal,
     "finish": _finish,
@@ -299,7 +317,8 @@ def worker_extension(prefix: str) -> type:
     """Make a class for vLLM's ``worker_extension_cls`` whose methods start with ``prefix_``.
 
     Methods: ``start(version=None, commit="stream", ...)`` with the options of a session,
-    ``check(shapes)``, ``load(weights)``, ``load_path(path=None)``, ``open_buckets(where, opening)``,
+    ``check(shapes)``, ``load(weights)``, ``load_path(path=None)``,
+    ``load_files(files)``, ``open_buckets(where, opening)``,
     ``load_bucket(record)`` and ``close_buckets(record)`` for what :mod:`weightload.wire` packs into
     a :class:`weightload.arena.Arena`,
     ``seal()`` (when all ranks have sealed, all may finish), ``finish(reset=...)``,
@@ -356,16 +375,13 @@ def _loader(worker: Any) -> Any:
     return get_model_loader(config)
 
 
-def _headers(loader: Any, model_config: Any, model: nn.Module) -> dict[str, Header] | None:
-    """Return the headers of the files that will be read, ``None`` if they cannot be foretold."""
-    prepare = getattr(loader, "_prepare_weights", None)
-    if prepare is None or getattr(model, "secondary_weights", None):
-        return None
-    _, files, safetensors, _ = prepare(
-        model_config.model,
-        None,
-        model_config.revision,
-        getattr(model, "fall_back_to_pt_during_load", True),
-        getattr(model, "allow_patterns_overrides", None),
-    )
-    return read_headers(sorted(files)) if safetensors else None
+def _bar(worker: Any) -> ProgressBar | None:
+    """Return a bar where vLLM would draw one while it reads files, and where it can be seen."""
+    asked = getattr(worker.vllm_config.load_config, "use_tqdm_on_load", False)
+    return ProgressBar("Reloading weights") if asked and worker.rank == 0 else None
+
+
+def _checkpoint(loader: Any, model_config: Any, model: nn.Module) -> Checkpoint | None:
+    """Return the files that will be read, ``None`` if they cannot be foretold."""
+    files = compat.safetensors_files(loader, model_config, model)
+    return None if files is None else Checkpoint(files)

@@ -3,7 +3,7 @@
 from common import Places, checkpoints, fresh, main, model_of, start
 from safetensors.torch import save_file
 
-from weightload import Scope, WeightLoadError, weights_version
+from weightload import Checkpoint, Scope, WeightLoadError, weights_version
 from weightload.vllm import caches, reload
 from weightload.vllm.plugin import register
 from weightload.vllm.testing.probe import describe_difference, observe
@@ -74,6 +74,12 @@ def run(family, folder, part):
     step("back to A", a, a_path)
     allowed = Scope.full(allow_missing=[n for n in a_weights if n not in names])
     step("the rest may stay away", mixed, {n: b_weights[n] for n in names}, scope=allowed)
+    reports = []
+    step("files, and reports", b, Checkpoint(b_path), progress=reports.append)
+    result["reports"] = {
+        "last": [reports[-1].tensors, reports[-1].nbytes, reports[-1].ended],
+        "sent": [len(b_weights), sum(tensor.nbytes for tensor in b_weights.values()), True],
+    }
     step("A again", a, a_path)
 
     told = []

@@ -48,8 +48,11 @@ class BucketEngine(OwnEngine):
     _reader: BucketReader | None = None
     _closed = False
 
-    def memory(self) -> torch.Tensor:
-        """Return where buckets come: uint8, one dimension, of the size that was agreed.
+    def memory(self, index: int = 0) -> torch.Tensor:
+        """Return where a bucket comes: uint8, one dimension, of the size that was agreed.
+
+        Args:
+            index: which bucket of the update.
 
         Raises:
             TransportError: no trainer has been met yet, or it is lost.
@@ -100,8 +103,8 @@ class BucketEngine(OwnEngine):
             self._closed = True
             return
         try:
-            memory = self.memory()
             reader.check(message.bucket)
+            memory = self.memory(message.bucket["index"])
         except BaseException:
             self.decline(message)
             raise

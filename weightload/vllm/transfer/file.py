@@ -18,9 +18,9 @@ from vllm.distributed.weight_transfer.base import (
 
 from weightload.digest import digest
 from weightload.errors import CheckpointFileError, ModelBusyError, TransportError
-from weightload.files import checkpoint_folder, read_headers
+from weightload.files import checkpoint_folder
+from weightload.reading import Checkpoint
 from weightload.session import WeightLoadSession
-from weightload.vllm.lazy import LazyCheckpoint
 from weightload.vllm.transfer.own import OwnEngine
 from weightload.vllm.transfer.trainer import SessionTrainer, TransferOptions
 
@@ -116,11 +116,11 @@ class FileEngine(OwnEngine):
         files = _files(str(message.path))
         if message.digests is not None:
             _compare(files, message.digests)
-        lazy = LazyCheckpoint(read_headers(files))
-        session.check(lazy, complete=message.complete)
+        checkpoint = Checkpoint(files)
+        session.check(checkpoint.forms, complete=message.complete)
         if message.version is not None:
             session.version = message.version
-        session.load(lazy.pairs(), transport=[])
+        session.load(checkpoint)
 
 
 class FileTrainer(SessionTrainer):

@@ -166,8 +166,8 @@ class GlooEngine(BucketEngine):
             return "its store does not answer"
         return super().weightload_abandoned()
 
-    def memory(self) -> torch.Tensor:
-        """Return where broadcasts are received."""
+    def memory(self, index: int = 0) -> torch.Tensor:
+        """Return where broadcasts are received: the same for every bucket."""
         return self._joined().memory
 
     def decline(self, message: BucketUpdateInfo) -> None:
@@ -236,20 +236,20 @@ class GlooTrainer(SessionTrainer):
         call.result(info.deadline)
         self.met = f"{info.address}:{store.port}"
 
-    def memory(self) -> torch.Tensor:
-        """Return where buckets are packed."""
+    def memory(self) -> list[torch.Tensor]:
+        """Return where buckets are packed: one is enough, which is free once it was broadcast."""
         if self._end is None:
             raise TransportError("The group was lost or shut down; make another trainer.")
-        return self._end.memory
+        return [self._end.memory]
 
-    def deliver(self, label: str, message: dict[str, Any]) -> None:
-        """Announce a message; broadcast the bucket that it is about when all wait for it."""
-        if "bucket" not in message:
-            super().deliver(label, message)
-            return
+    def post(self, label: str, message: dict[str, Any]) -> Pending:
+        """Announce a bucket, and broadcast it when all wait for it."""
         end = self._end
         if end is None:
             raise TransportError("The group was lost or shut down; make another trainer.")
+        if self._turn:  # all have answered, and nobody looks there any more
+            for key in ("answer", *range(1, self.init_info.world_size)):
+                end.store.delete_key(f"{self._turn}/{key}")
         self._turn += 1
         told = {**message, "turn": self._turn}
         call = Pending(label, lambda: self.client.update_weights(told))
@@ -267,9 +267,7 @@ class GlooTrainer(SessionTrainer):
             except TransportError:
                 self._end = None
                 raise
-        call.result(self.init_info.deadline)
-        for key in ("answer", *range(1, self.init_info.world_size)):
-            end.store.delete_key(f"{self._turn}/{key}")
+        return call
 
     def _gather(self, store: Any, key: str, call: Pending) -> list[bytes]:
         """Return what every worker has put into the store.

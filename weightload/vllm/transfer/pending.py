@@ -40,13 +40,17 @@ class Pending:
         """Whether it has returned or raised."""
         return self._done.is_set()
 
+    def wait(self, deadline: float) -> bool:
+        """Wait until it is done, whatever it came to; return whether it is, after the deadline."""
+        return self._done.wait(deadline)
+
     def result(self, deadline: float) -> Any:
         """Return what the call returned, or raise what it raised.
 
         Raises:
             TransportError: it is not done after ``deadline`` seconds.
         """
-        if not self._done.wait(deadline):
+        if not self.wait(deadline):
             raise TransportError(
                 f"The engine did not answer {self._what} within {deadline:g} s; it, or a rank of "
                 f"it, hangs or has ended.",

@@ -121,8 +121,15 @@ class SessionTrainer(TrainerWeightTransferEngine):
         raise NotImplementedError
 
     def deliver(self, label: str, message: dict[str, Any]) -> None:
-        """Bring one message, and what is in the bucket that it is about, to the engine."""
+        """Bring one message to the engine, and wait for its answer."""
         self.ask(label, "update_weights", message)
+
+    def post(self, label: str, message: dict[str, Any]) -> Pending:
+        """Bring a bucket to the engine, and return the call that it answers when it has loaded it.
+
+        When this returns, the memory that the next bucket is packed in is free.
+        """
+        return Pending(label, lambda: self.client.update_weights(message))
 
     def ask(self, label: str, method: str, *args: Any) -> Any:
         """Call the engine, and wait for its answer until the deadline.
@@ -171,14 +178,30 @@ class SessionTrainer(TrainerWeightTransferEngine):
             one.name: [list(one.shape), str(one.dtype).removeprefix("torch.")]
             for one in self.source.metadata()
         }
-        writer = BucketWriter(self.memory(), forms=forms, version=weight_version, update=update)
+        first, *spare = self.memory()
+        writer = BucketWriter(
+            first, spare=spare, forms=forms, version=weight_version, update=update
+        )
         self.deliver("the opening", {"opening": writer.opening(), "met": self.met})
-        for record in writer.fill(self.source):
-            self.deliver(f"bucket {record['index']}", {"bucket": record, "met": self.met})
+        under_way: Pending | None = None
+        try:
+            for record in writer.fill(self.source):  # while the engine loads the one before it
+                answered, under_way = under_way, None
+                if answered is not None:
+                    answered.result(self.init_info.deadline)
+                told = {"bucket": record, "met": self.met}
+                under_way = self.post(f"bucket {record['index']}", told)
+            answered, under_way = under_way, None
+            if answered is not None:
+                answered.result(self.init_info.deadline)
+        except BaseException:
+            if under_way is not None:
+                under_way.wait(self.init_info.deadline)  # or the abort would come in between
+            raise
         self.deliver("the closing", {"closing": writer.closing(), "met": self.met})
 
-    def memory(self) -> torch.Tensor:
-        """Return where buckets are packed: uint8, one dimension."""
+    def memory(self) -> list[torch.Tensor]:
+        """Return where buckets are packed in turn: each uint8, one dimension, and of one size."""
         raise NotImplementedError
 
     def _give_up(self, error: BaseException) -> None:

@@ -1,0 +1,327 @@
+"""Files are read straight to where tensors belong, and that comes to the same as a load of tensors.
+
+Damage shown: a place that is filled with other bytes of the file than its own, processed before it is
+filled, or left as it was; a file that changes or ends while it is read, and a model that is served
+nevertheless.
+"""
+
+import os
+import random
+
+import pytest
+import torch
+from files_of import write, write_folder
+
+from weightload import (
+    Checkpoint,
+    CheckpointFileError,
+    DuplicateWeightError,
+    IncompleteLoadError,
+    Scope,
+    SessionState,
+    UnexpectedWeightError,
+    WeightLoadSession,
+    WeightMismatchError,
+    filling,
+    reading,
+)
+from weightload.testing import TOYS, Bench, LoadingModel, ToyModel, layers
+
+COMMITS = ("stream", "atomic")
+COLLECTING = {"collecting", "collecting, composed"}
+
+
+def shuffled(state, seed):
+    names = list(state)
+    random.Random(seed).shuffle(names)
+    return {name: state[name] for name in names}
+
+
+@pytest.fixture
+def places(monkeypatch):
+    """The names that were read, each with the address that the bytes went to and how many."""
+    found = []
+
+    def noted(handle, header, pieces):
+        found.extend((one.name, one.address, one.nbytes) for one in pieces)
+        reading.read_pieces(handle, header, pieces)
+
+    monkeypatch.setattr(filling, "read_pieces", noted)
+    return found
+
+
+@pytest.mark.parametrize("plans", [True, False])
+@pytest.mark.parametrize("commit", COMMITS)
+@pytest.mark.parametrize("toy", TOYS)
+def test_loads_from_files_equal_fresh_loads(toy, commit, plans, tmp_path):
+    bench = Bench(TOYS[toy])
+    for seed in (2, 3, 4):
+        folder = write_folder(tmp_path / str(seed), shuffled(bench.state(seed), seed))
+        with bench.session(plans=plans, commit=commit) as session:
+            session.load(Checkpoint(folder))
+        bench.serves = bench.state(seed)
+        bench.check_finished(session)
+        names = len(bench.state(seed))
+        assert session.receipt.consumed.count + session.receipt.skipped.count == names
+        assert session.receipt.bytes_received == Checkpoint(folder).nbytes
+
+
+def test_a_first_load_may_come_from_files(tmp_path):
+    bench = Bench(TOYS["plain"])
+    model = TOYS["plain"]()
+    with WeightLoadSession(model) as session:
+        session.load(Checkpoint(write_folder(tmp_path / "c", bench.state(1))))
+    assert torch.equal(model.layers[1].weight, bench.state(1)["layers.1.weight"])
+
+
+def test_a_known_tensor_is_read_to_its_live_place_and_nowhere_else(tmp_path, places):
+    bench = Bench(lambda: LoadingModel(layers.FusedLinear(), layers.Linear()))
+    bench.reload(bench.state(2), plans=True)
+    places.clear()
+    folder = write_folder(tmp_path / "c", bench.state(3))
+    with bench.session(plans=True) as session:
+        session.load(Checkpoint(folder))
+    bench.serves = bench.state(3)
+    bench.check_finished(session)
+    live = dict(bench.model.named_parameters())
+    expected = []
+    for name in bench.state(3):
+        whole, _, part = name.partition("/")
+        size = live[whole].nbytes // (3 if part else 1)  # three shards, one after another
+        expected.append((name, live[whole].data_ptr() + int(part or 0) * size, size))
+    assert sorted(places) == sorted(expected)
+    assert len(expected) == 7
+
+
+def test_only_the_rows_that_this_rank_takes_are_read(tmp_path, places):
+    """Rows 2 to 4 of 4, that is the second half of 32 bytes."""
+
+    class Half(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(2, 2), requires_grad=False)
+            self.weight.weight_loader = lambda place, t: place.data.copy_(t.narrow(0, 2, 2))
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Half()
+
+        def load_weights(self, weights):
+            for _, tensor in weights:
+                self.inner.weight.weight_loader(self.inner.weight, tensor)
+
+    model = Model()
+    sent = torch.arange(8.0).view(4, 2)
+    for plus in (0, 10, 20):
+        places.clear()
+        file = write(tmp_path / f"{plus}.safetensors", {"inner.weight": sent + plus})
+        with WeightLoadSession(model, plans=True) as session:
+            session.load(Checkpoint(file))
+        assert model.inner.weight.tolist() == [[4 + plus, 5 + plus], [6 + plus, 7 + plus]]
+    assert places == [("inner.weight", model.inner.weight.data_ptr(), 16)]
+
+
+def test_what_is_not_needed_is_not_read(tmp_path, places):
+    """A plan that knows that nothing takes a name; and a name that the scope lets drop."""
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
+
+        def load_weights(self, weights):
+            for name, tensor in weights:
+                if name == "weight":
+                    self.weight.data.copy_(tensor)
+
+    model = Model()
+    state = {"of another rank": torch.ones(3), "weight": torch.tensor([1.0, 2.0])}
+    file = write(tmp_path / "one.safetensors", state)
+    for _ in range(2):
+        places.clear()
+        with WeightLoadSession(model, plans=True) as session:
+            session.load(Checkpoint(file))
+    assert [name for name, _, _ in places] == ["weight"]
+    file = write(tmp_path / "two.safetensors", {**state, "vision.weight": torch.ones(3)})
+    places.clear()
+    scope = Scope.full(allow_unexpected=("vision.*",))
+    with WeightLoadSession(model, plans=True, scope=scope) as session:
+        session.load(Checkpoint(file))
+    assert [name for name, _, _ in places] == ["weight"]
+    assert session.receipt.unexpected.first == ["vision.weight"]
+    assert session.receipt.skipped.first == ["of another rank"]
+
+
+def test_other_types_are_cast_the_long_way(tmp_path):
+    bench = Bench(TOYS["fused"])
+    bench.reload(bench.state(2), plans=True)
+    half = {name: tensor.half() for name, tensor in bench.state(3).items()}
+    with bench.session(plans=True) as session:
+        session.load(Checkpoint(write_folder(tmp_path / "c", half)))
+    bench.serves = {name: tensor.float() for name, tensor in half.items()}
+    bench.check_finished(session)
+
+
+@pytest.mark.parametrize("options", [{"verify": "full"}, {"check_finite": True}])
+def test_files_are_compared_and_checked_as_tensors_are(options, tmp_path):
+    bench = Bench(TOYS["everything"])
+    for seed in (2, 3):
+        folder = write_folder(tmp_path / str(seed), bench.state(seed))
+        with bench.session(plans=True, **options) as session:
+            session.load(Checkpoint(folder))
+        bench.serves = bench.state(seed)
+        bench.check_finished(session)
+    if "verify" in options:
+        assert session.receipt.verified["tensors"] > 0
+        same = bench.reload(bench.state(3), plans=True, **options)
+        assert same.receipt.verified == session.receipt.verified
+        return
+    new = bench.state(4)
+    new["embedding.weight"][1, 1] = float("nan")
+    with pytest.raises(WeightMismatchError, match="nan"), bench.session(**options) as session:
+        session.load(Checkpoint(write_folder(tmp_path / "nan", new)))
+    bench.check_ended(session)
+
+
+@pytest.mark.parametrize("commit", COMMITS)
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [
+        ("missing", IncompleteLoadError),
+        ("twice", DuplicateWeightError),
+        ("unknown", (UnexpectedWeightError, WeightMismatchError)),
+        ("shape", WeightMismatchError),
+        ("dtype", WeightMismatchError),
+    ],
+)
+def test_what_is_wrong_is_found_and_mostly_before_any_write(fault, error, commit, tmp_path):
+    bench = Bench(TOYS["fused"])
+    bench.reload(bench.state(2), plans=True)
+    new = bench.state(3)
+    name = list(new)[-1]
+    whole = write_folder(tmp_path / "whole", new)
+    if fault == "missing":
+        del new[name]
+    elif fault == "unknown":
+        new[f"{name}.nowhere"] = new[name]
+    elif fault == "shape":
+        new[name] = new[name][:1]
+    elif fault == "dtype":
+        new[name] = new[name].to(torch.int32)
+    folder = write_folder(tmp_path / "c", new)
+    session = bench.open(plans=True, commit=commit)
+    if fault == "twice":
+        session.load(Checkpoint(whole))
+    with pytest.raises(error):  # noqa: PT012
+        session.load(Checkpoint(folder))
+        session.finish()
+    bench.check_ended(session)
+    if fault in ("unknown", "shape", "dtype"):
+        assert session.state is SessionState.ABORTED
+    bench.reload(bench.state(4), plans=True)
+
+
+def whole_and_cut(tmp_path, bench, seed):
+    """Return a checkpoint in two files, and the second of them."""
+    folder = write_folder(tmp_path / "c", bench.state(seed))
+    return Checkpoint(folder), sorted(folder.iterdir())[1]
+
+
+@pytest.mark.parametrize("commit", COMMITS)
+@pytest.mark.parametrize("how", ["cut", "gone", "replaced", "written"])
+def test_a_file_that_is_another_one_by_now_is_refused(how, commit, tmp_path):
+    bench = Bench(TOYS["fused"])
+    bench.reload(bench.state(2), plans=True)
+    checkpoint, file = whole_and_cut(tmp_path, bench, 3)
+    content = file.read_bytes()
+    if how == "cut":
+        os.truncate(file, len(content) - 4)
+    elif how == "gone":
+        file.unlink()
+    elif how == "replaced":
+        (tmp_path / "new").write_bytes(content)
+        (tmp_path / "new").replace(file)
+    else:
+        file.write_bytes(content)
+        os.utime(file, ns=(1, 1))
+    session = bench.open(plans=True, commit=commit)
+    with pytest.raises(CheckpointFileError, match=file.name) as caught:
+        session.load(checkpoint)
+    bench.check_ended(session, caught.value)
+    poisoned = commit == "stream"  # the first of the files was written by then
+    assert (session.state is SessionState.POISONED) == poisoned
+    bench.reload(bench.state(4), plans=True)
+
+
+@pytest.mark.parametrize("plans", [True, False])
+@pytest.mark.parametrize("how", ["ends", "fails"])
+def test_a_read_that_fails_names_the_file_and_the_tensor_and_poisons(
+    how, plans, tmp_path, monkeypatch
+):
+    bench = Bench(TOYS["plain"])
+    bench.reload(bench.state(2), plans=plans)
+    checkpoint = Checkpoint(write_folder(tmp_path / "c", bench.state(3), files=1))
+    last = list(bench.state(3))[-1]
+    real, calls = os.preadv, []
+
+    def failing(handle, buffers, at):
+        """Give 8 bytes of what is asked for, and the last tensor never."""
+        calls.append(at)
+        if len(buffers) > 1 or at < checkpoint._headers[last].offset:
+            return real(handle, [memoryview(buffers[0]).cast("B")[:8]], at)
+        if how == "ends":
+            return 0
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", failing)
+    session = bench.open(plans=plans)
+    with pytest.raises(CheckpointFileError) as caught:
+        session.load(checkpoint)
+    monkeypatch.undo()
+    assert len(calls) > 4
+    assert last in str(caught.value)
+    assert "model-00001-of-00001.safetensors" in str(caught.value)
+    assert session.state is SessionState.POISONED
+    bench.check_ended(session, caught.value)
+    bench.reload(bench.state(4))
+
+
+def test_more_neighbours_than_one_call_can_fill_and_short_reads(tmp_path, monkeypatch):
+    real, most = os.preadv, []
+
+    def short(handle, buffers, at):
+        """Give 1000 bytes at most."""
+        most.append(len(buffers))
+        taken, left = [], 1000
+        for buffer in buffers:
+            view = memoryview(buffer).cast("B")[:left]
+            taken.append(view)
+            left -= len(view)
+            if not left:
+                break
+        return real(handle, taken, at)
+
+    monkeypatch.setattr(os, "preadv", short)
+    monkeypatch.setattr(reading, "_MOST", 7)
+    bench = Bench(lambda: ToyModel(*(layers.Linear() for _ in range(20))))
+    for seed in (2, 3, 4):
+        folder = write_folder(tmp_path / str(seed), bench.state(seed), files=1)
+        with bench.session(plans=True) as session:
+            session.load(Checkpoint(folder))
+        bench.serves = bench.state(seed)
+        bench.check_finished(session)
+    assert max(most) == 7
+
+
+def test_memory_that_was_lent_to_loaders_is_used_again(tmp_path, places):
+    """Without a plan everything goes through the same memory, which nobody may keep."""
+    bench = Bench(TOYS["collecting"])
+    for seed in (2, 3):
+        folder = write_folder(tmp_path / str(seed), bench.state(seed), files=1)
+        with bench.session() as session:
+            session.load(Checkpoint(folder))
+        bench.serves = bench.state(seed)
+        bench.check_finished(session)
+    second = [address for _, address, _ in places[len(bench.state(2)) :]]
+    assert len(set(second)) == 1

@@ -1,0 +1,32 @@
+"""A change that makes replacing weights slow is seen before it is merged.
+
+Small shapes, and only what must hold by CPU time, in rounds in which vLLM's own reload, weightload and
+plain copies of the same bytes take turns. That what was loaded is right is checked in every round.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.vllm
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_ratio_that_must_hold_holds_on_small_shapes():
+    """The quick check of the benchmark ends without complaint, and has measured what it should."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "benchmarks.run", "--smoke"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:] + ended.stdout
+    rows = [line.split("|")[1].split()[0] for line in ended.stdout.splitlines() if "| C" in line]
+    assert set(rows) == {"C1", "C2", "C3", "C4", "C5", "C11", "C15"}

@@ -1,0 +1,133 @@
+"""Finds, after a load that was watched, the part of a model that needs more than copies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from weightload.entries import Entry, Load
+from weightload.layer import Unit
+from weightload.ledger import meet
+from weightload.receipt import Names
+from weightload.record import read_by
+from weightload.recorded import Copy, Part, Recorded
+
+__all__ = ["find_part"]
+
+
+def find_part(
+    units: Sequence[Unit],
+    members: Mapping[int, Unit],
+    load: Load,
+    recorded: Recorded,
+    entries: Mapping[str, Entry],
+) -> Part:
+    """Return the part of a model that has to be prepared for every load.
+
+    A unit is left out if its hooks have shown, first when the model was made and again in this load
+    of other weights, that they have nothing to do with what is loaded: they used no tensor that
+    anything arrived in and none that another hook made, and all that they put back, renewed or
+    overwrote was the same as before, value for value.
+
+    Args:
+        units: of the whole model, as this load leaves them.
+        members: the unit of each module, by id.
+        load: what the load shared; it has finished.
+        recorded: the plan of this load.
+        entries: by qualified name of the tensor.
+    """
+    if load.intake.optional or load.intake.unclaimed or not recorded.skeleton.plain:
+        return Part(whole=True)
+    if not all(_routed(recorded, name, entries) for name in recorded.plan.sources):
+        return Part(whole=True)
+    busy = [unit for unit in units if not _idle(unit)]
+    names = {id(module): name for name, module in load.modules.items()}
+    inside = _around(busy, members, names)
+    if inside is None:
+        return Part(whole=True)
+    for entry in load.entries:
+        if any(id(module) in inside for module, _, _ in entry.slots):
+            if not all(id(module) in inside for module, _, _ in entry.slots):
+                return Part(whole=True)
+        elif entry.touched and not _only_copied(entry):
+            return Part(whole=True)
+    copies = {name: _copies(recorded, name) for name in recorded.plan.writes}
+    sources = {
+        name
+        for name, mine in copies.items()
+        for copy in mine
+        if any(id(module) in inside for module, _, _ in entries[copy.place].slots)
+    }
+    elsewhere = {copy.place for name in copies.keys() - sources for copy in copies[name]}
+    return Part(
+        whole=False,
+        modules=frozenset(names[key] for key in inside),
+        sources=frozenset(sources),
+        runs=dict(_runs(recorded, {k: mine for k, mine in copies.items() if k not in sources})),
+        needed=frozenset(copies),
+        tensors=len(elsewhere),
+        layers=len({place.rpartition(".")[0] for place in elsewhere}),
+        spared=sum(id(hook.module) not in inside for unit in units for hook in unit.hooks),
+        consumed=Names.of(copies.keys()),
+    )
+
+
+def _runs(
+    recorded: Recorded, copies: Mapping[str, Sequence[Copy]]
+) -> Iterator[tuple[str, tuple[tuple[int, int, int, int], ...]]]:
+    places = recorded.skeleton.places
+    for name, mine in copies.items():
+        runs = [(places[c.place], c.to, c.start, c.nbytes) for c in mine if c.start is not None]
+        if len(runs) == len(mine):
+            yield name, tuple(runs)
+
+
+def _idle(unit: Unit) -> bool:
+    if any(entry.touched and entry.staging is not None for entry in unit.entries):
+        return False
+    used = [entry for hook in unit.hooks for entry in hook.used.values()]
+    return unit.unchanged and not any(entry is None or entry.touched for entry in used)
+
+
+def _around(
+    busy: Sequence[Unit], members: Mapping[int, Unit], names: Mapping[int, str]
+) -> set[int] | None:
+    """Return by id the modules of units, with all that their hooks may read; ``None`` for all."""
+    inside: set[int] = set()
+    queue = list(busy)
+    while queue:
+        unit = queue.pop()
+        near = list(unit.modules.values())
+        for hook in unit.hooks:
+            near += [*hook.module.modules(), *read_by(hook.module, hook.rule.role)]
+        for module in near:
+            if names.get(id(module), "") == "":
+                return None  # the root, or what is not in the tree
+            if id(module) not in inside:
+                inside.add(id(module))
+                other = members.get(id(module))
+                if other is not None:
+                    queue.append(other)
+    return inside
+
+
+def _only_copied(entry: Entry) -> bool:
+    """Whether a tensor is filled where it is, by copies of whole parts and by nothing else."""
+    shared = entry.shared
+    return (
+        entry.staging is None
+        and not entry.kept
+        and not (shared.names or shared.overlaps or shared.ordered)
+    )
+
+
+def _copies(recorded: Recorded, name: str) -> Sequence[Copy]:
+    route = recorded.routes.get(name)
+    return route.copies if route is not None else ()
+
+
+def _routed(recorded: Recorded, name: str, entries: Mapping[str, Entry]) -> bool:
+    """Whether a name goes to its places by copies, wherever it goes."""
+    route = recorded.route(name, entries)
+    return route is not None and not any(
+        meet(copy.region, gap) for copy in route.copies for gap in entries[copy.place].gaps or ()
+    )

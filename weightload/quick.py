@@ -1,0 +1,270 @@
+"""Loads a model that only needs its tensors filled: no board, no loaders, no watching.
+
+A plan has shown where everything goes, and a load that was watched has shown that nothing else has to
+be done. What a session still has to know is which names have come; what is left to check is their
+form. As soon as anything is not as it was recorded, the session opens its board after all, tells it
+what has come so far, and goes on there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from weightload.batching import Batch
+from weightload.entries import Counts
+from weightload.express import PLAIN, Express
+from weightload.intake import FILLED, Intake
+from weightload.lanes import Lane
+from weightload.moving import LARGE, move
+from weightload.reading import Place
+from weightload.recorded import Part, Recorded, Route, loader_of
+from weightload.skeleton import Body
+
+__all__ = ["Quick"]
+
+
+class Quick:
+    """The tensors of one load on their shortest way.
+
+    Args:
+        recorded: the plan, which holds now.
+        body: what the model consists of.
+        intake: counts what has come.
+        mark_dirty: to be called before a live byte is written.
+
+    Attributes:
+        body: as given.
+        recorded: as given.
+        part: of the model, which needs more than copies.
+        tell: called from time to time, to report how far this has come.
+    """
+
+    def __init__(
+        self, recorded: Recorded, body: Body, intake: Intake, mark_dirty: Callable[[], None]
+    ) -> None:
+        body.hold()
+        self.body = body
+        self.recorded = recorded
+        self.part = recorded.part or Part(whole=True)
+        self._express: Express | None = None
+        self._between: Callable[[], None] | None = None
+        self._intake = intake
+        self._mark_dirty = mark_dirty
+        self._on_host = all(tensor.is_cpu for tensor in body.tensors)
+        self._runs = self._runs_to_move()
+        self._batch = Batch()
+        self.tell: Callable[[], None] | None = None
+
+    def prepared(self, express: Express, between: Callable[[], None]) -> None:
+        """Note who takes what goes to the part that needs more, and is called after it has."""
+        self._express, self._between = express, between
+
+    @classmethod
+    def fits(cls, recorded: Recorded, body: Body) -> bool:
+        """Whether the loaders of single tensors are those that the plan was recorded with."""
+        places = body.skeleton.places
+        return all(
+            place in places and loader_of(body.tensors[places[place]]) == loader
+            for place, loader in recorded.loaders.items()
+        )
+
+    @property
+    def complete(self) -> bool:
+        """Whether every name came that fills something."""
+        wanted = self._intake.wanted
+        needed = self.part.needed if wanted is None else self.part.needed & wanted
+        return needed <= self._intake.seen.keys()
+
+    def expects(self, forms: Mapping[str, Any], *, complete: bool) -> bool:
+        """Whether all names, shapes and types are as they were recorded, and none has come yet.
+
+        Args:
+            forms: the shape and type of each name that will come.
+            complete: whether nothing else will, so that everything that fills something has to.
+        """
+        routes, seen, wanted = self.recorded.routes, self._intake.seen, self._intake.wanted
+        for name, form in forms.items():
+            route = routes.get(name)
+            if (
+                route is None
+                or form != (route.shape, route.dtype)
+                or name in seen
+                or (wanted is not None and name not in wanted)
+            ):
+                return False
+        needed = self.part.needed if wanted is None else self.part.needed & wanted
+        return not complete or needed <= forms.keys() | seen.keys()
+
+    def reserve(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> list[Place] | None:
+        """Note that a tensor has come, and return where its parts have to be put at once.
+
+        As :meth:`Express.reserve`.
+        """
+        if self._express is not None and name in self.part.sources:
+            return self._express.reserve(name, shape, dtype)
+        intake, body = self._intake, self.body
+        route = self.recorded.routes.get(name)
+        if (
+            route is None
+            or not route.reads
+            or dtype is not route.dtype
+            or shape != route.shape
+            or name in intake.seen
+            or (intake.wanted is not None and name not in intake.wanted)
+        ):
+            return None
+        self._mark_dirty()
+        intake.take(name, None, route.fact, route.nbytes)
+        places, tensors, addresses = body.skeleton.places, body.tensors, body.addresses
+        found = []
+        for copy in route.copies:
+            at = places[copy.place]
+            found.append(copy.reserve(tensors[at], addresses[at]))
+        return found
+
+    def take_all(self, pairs: Sequence[Any]) -> Sequence[Any] | None:
+        """Take tensors that are all at hand; return what is left, all if one does not fit."""
+        found: dict[str, Route] = {}
+        for pair in pairs:
+            try:
+                name, tensor = pair
+            except (TypeError, ValueError):
+                return pairs
+            route = self._route(name, tensor)
+            if route is None or name in found:
+                return pairs
+            found[name] = route
+        for at, ((name, tensor), route) in enumerate(zip(pairs, found.values(), strict=True)):
+            if not self._do(name, tensor, route):
+                self._flush()
+                return pairs[at:]
+        self._flush()
+        return None
+
+    def take_each(self, pairs: Iterable[Any], lane: Lane, *, lent: bool) -> Iterator[Any] | None:
+        """Take tensors one by one, as long as they fit.
+
+        Args:
+            pairs: what a source yields.
+            lane: orders the copies and the source on a device with streams.
+            lent: whether memory may change as soon as the next tensor is asked for.
+
+        Returns:
+            What is left, ``None`` if that is nothing.
+        """
+        rest = iter(pairs)
+        for pair in rest:
+            if pair is FILLED:
+                self._flush()
+                if self._between is not None:
+                    self._between()
+                if self.tell is not None:
+                    self.tell()
+                continue
+            try:
+                name, tensor = pair
+            except (TypeError, ValueError):
+                return _with_first(pair, rest)
+            route = self._route(name, tensor)
+            on_host = route is not None and self._on_host and tensor.is_cpu
+            if route is not None and not on_host:
+                lane.arrived(tensor)
+            if route is None or not self._do(name, tensor, route):
+                self._flush()
+                return _with_first(pair, rest)
+            if not on_host:
+                if lent:
+                    self._flush()
+                lane.asking(tensor)
+        self._flush()
+        return None
+
+    def _runs_to_move(self) -> dict[str, tuple[tuple[int, int, int, int], ...]]:
+        """Return for each name that is only moved what that takes."""
+        if not self._on_host:
+            return {}
+        runs = self.part.runs
+        if torch.get_num_threads() == 1:
+            return runs
+        return {k: mine for k, mine in runs.items() if all(run[3] < LARGE for run in mine)}
+
+    def _flush(self) -> None:
+        self._batch.flush()
+        if self._express is not None:
+            self._express.flush()
+
+    def _route(self, name: Any, tensor: Any) -> Route | None:
+        """Return what has to be done, ``None`` if anything is not as it was recorded."""
+        route = self.recorded.routes.get(name) if type(name) is str else None
+        if (
+            route is None
+            or type(tensor) not in PLAIN
+            or tensor.dtype is not route.dtype
+            or tensor.shape != route.shape
+            or not tensor.is_contiguous()
+            or tensor.is_meta
+            or tensor.is_neg()
+            or name in self._intake.seen
+        ):
+            return None
+        wanted = self._intake.wanted
+        return route if wanted is None or name in wanted else None
+
+    def _do(self, name: str, tensor: torch.Tensor, route: Route) -> bool:
+        """Take one tensor to its places; return whether that was done."""
+        runs = self._runs.get(name)
+        if runs is not None and tensor.is_cpu:
+            self._mark_dirty()
+            intake = self._intake
+            intake.current = name
+            intake.seen[name] = route.fact
+            intake.nbytes += route.nbytes
+            address, addresses = tensor.data_ptr(), self.body.addresses
+            for at, to, start, nbytes in runs:
+                move(addresses[at] + to, address + start, nbytes)
+            if self.tell is not None:
+                self.tell()
+            return True
+        if name in self.part.sources:
+            if self._express is None or not self._express.takes(name, tensor):
+                return False
+            if self._between is not None:
+                self._between()
+            if self.tell is not None:
+                self.tell()
+            return True
+        intake, body = self._intake, self.body
+        self._mark_dirty()
+        intake.take(name, tensor, route.fact, route.nbytes)
+        if route.casts:
+            intake.casts.add(name)
+        for copy in route.copies:
+            at = body.skeleton.places[copy.place]
+            copy.carry_out(body.tensors[at], tensor, self._batch)
+        if self.tell is not None:
+            self.tell()
+        return True
+
+    def counts(self) -> Counts:
+        """Return the numbers for the receipt."""
+        part = self.part
+        elsewhere = self._intake.seen.keys() - part.sources
+        routes = [self.recorded.routes.get(name) for name in elsewhere]
+        places: set[str] = set()
+        if not self.complete:
+            places = {copy.place for route in routes if route for copy in route.copies}
+        return Counts(
+            bytes_written=sum(route.written for route in routes if route is not None),
+            tensors_in_place=len(places) or part.tensors,
+            layers_in_place=len({place.rpartition(".")[0] for place in places}) or part.layers,
+            tensors_checked=len(self.body.tensors),
+            hooks_spared=part.spared,
+        )
+
+
+def _with_first(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
+    yield first
+    yield from rest

@@ -1,0 +1,290 @@
+"""Reads tensors of safetensors files, each straight into memory that is there already.
+
+Files are read and not mapped: a file that is cut short while it is read gives an error and no signal
+that ends the process, and no page is mapped only to be copied once. Neighbours in the file go into
+their places with one ``preadv`` call, whatever number of places that is. Reads follow the order of the
+file, in steps of some MiB: that is what the system's own read-ahead is made for. Reading ahead by
+threads, or by advice to the system, was measured and lost, with the file in the page cache and without
+(docs/how-to/files.md has the figures).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from weightload.errors import CheckpointFileError, UnsupportedError
+from weightload.files import Header, checkpoint_folder, read_headers, safetensors_of, stamp_of
+
+__all__ = ["Checkpoint", "Forms", "Piece", "Place", "opened", "read_pieces"]
+
+_TYPES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "U16": "uint16",
+    "I16": "int16",
+    "U32": "uint32",
+    "I32": "int32",
+    "U64": "uint64",
+    "I64": "int64",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "C64": "complex64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+}
+"""The names of types in safetensors files (https://huggingface.co/docs/safetensors), and torch's."""
+_DTYPES = {name: getattr(torch, ours) for name, ours in _TYPES.items() if hasattr(torch, ours)}
+_MOST = os.sysconf("SC_IOV_MAX") if "SC_IOV_MAX" in os.sysconf_names else 16
+"""How many places one call may fill."""
+
+
+class Place(NamedTuple):
+    """Where a run of bytes of a tensor goes.
+
+    Attributes:
+        start: bytes of the tensor before it.
+        nbytes: its size.
+        address: of the host's memory that takes it.
+        tensor: contiguous and of that size, if it goes to a device.
+    """
+
+    start: int
+    nbytes: int
+    address: int
+    tensor: torch.Tensor | None = None
+
+
+class Piece(NamedTuple):
+    """A run of bytes of a file, and where it goes.
+
+    Attributes:
+        name: the tensor that it is of.
+        offset: bytes of the file before it.
+        nbytes: its size.
+        address: of the host's memory that takes it.
+        tensor: contiguous and of that size, if it goes to a device.
+    """
+
+    name: str
+    offset: int
+    nbytes: int
+    address: int
+    tensor: torch.Tensor | None = None
+
+
+class Checkpoint(Mapping[str, torch.Tensor]):
+    """The tensors of safetensors files, by name: looked up without their data, read when asked for.
+
+    :meth:`WeightLoadSession.load` reads each tensor straight to the place where it belongs, where it
+    knows that place; for everybody else this is a mapping, and each look-up reads its tensor anew.
+
+    Args:
+        source: a folder, a file, or several files. Of a folder with an index, the files that it
+            names.
+
+    Attributes:
+        files: the files.
+        nbytes: size of all tensors.
+
+    Raises:
+        CheckpointFileError: there is no such file, or one is cut short or no safetensors file.
+        DuplicateWeightError: two files hold a tensor of the same name.
+    """
+
+    def __init__(self, source: str | Path | Iterable[str | Path]) -> None:
+        if not isinstance(source, str | Path):
+            self.files = [Path(file) for file in source]
+        elif str(source).endswith(".safetensors"):
+            self.files = [Path(source)]
+        else:
+            self.files = safetensors_of(checkpoint_folder(source))
+        self._headers = read_headers(self.files)
+        self.nbytes = sum(header.nbytes for header in self._headers.values())
+        for name, header in self._headers.items():
+            _check_size(name, header)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        header = self._headers[name]
+        dtype = dtype_of(header)
+        if dtype is None:
+            return _by_library(name, header)
+        found = torch.empty(header.shape, dtype=dtype)
+        with opened(header) as handle:
+            read_pieces(
+                handle, header, [Piece(name, header.offset, header.nbytes, found.data_ptr())]
+            )
+        return found
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._headers
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._headers)
+
+    def __len__(self) -> int:
+        return len(self._headers)
+
+    def __repr__(self) -> str:
+        return f"<Checkpoint of {len(self)} tensors in {len(self.files)} files>"
+
+    @property
+    def forms(self) -> Forms:
+        """What :meth:`WeightLoadSession.check` asks for: shapes and types, without any data."""
+        return Forms(self, self._headers)
+
+    def in_order(self) -> Iterator[tuple[Header, list[tuple[str, Header]]]]:
+        """Yield one header of each file, and all of its tensors in the order of their data."""
+        by_file: dict[Path, list[tuple[str, Header]]] = {}
+        for name, header in self._headers.items():
+            by_file.setdefault(header.file, []).append((name, header))
+        for found in by_file.values():
+            found.sort(key=lambda one: one[1].offset)
+            yield found[0][1], found
+
+
+class Forms(Mapping[str, Any]):
+    """The shape and type of every tensor of a checkpoint, and the tensors if they are asked for."""
+
+    def __init__(self, checkpoint: Checkpoint, headers: dict[str, Header]) -> None:
+        self._checkpoint = checkpoint
+        self._headers = headers
+
+    def __getitem__(self, name: str) -> Any:
+        header = self._headers[name]
+        dtype = dtype_of(header)
+        return header.shape if dtype is None else (header.shape, dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._headers)
+
+    def __len__(self) -> int:
+        return len(self._headers)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Read one tensor."""
+        return self._checkpoint[name]
+
+
+def dtype_of(header: Header) -> torch.dtype | None:
+    """Return torch's type for what a file holds, ``None`` if only the safetensors library knows."""
+    return _DTYPES.get(header.dtype)
+
+
+@contextmanager
+def opened(header: Header) -> Iterator[int]:
+    """Open the file of a header to read from it, and see that it stays as it was.
+
+    Raises:
+        CheckpointFileError: it cannot be opened, or has changed since its header was read, or while
+            the block ran.
+    """
+    file = header.file
+    try:
+        handle = os.open(file, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+    except OSError as error:
+        raise _broken(file, f"it cannot be opened ({error})") from error
+    try:
+        _check_stamp(handle, header)
+        yield handle
+        _check_stamp(handle, header)
+    finally:
+        os.close(handle)
+
+
+def read_pieces(handle: int, header: Header, pieces: Collection[Piece]) -> None:
+    """Read pieces of one file into memory of the host, which is written wherever they say.
+
+    Args:
+        handle: the open file.
+        header: a header of it.
+        pieces: where in the file, and the memory, which the caller keeps alive; in any order, and
+            best in that of the file.
+
+    Raises:
+        CheckpointFileError: the file ends before a piece does, or cannot be read.
+    """
+    buffers: list[Any] = []
+    run: list[Piece] = []
+    start = end = 0
+    for piece in pieces:
+        _, offset, nbytes, address, _ = piece
+        if not nbytes:
+            continue
+        if offset != end or len(buffers) == _MOST:
+            _read(handle, header, run, buffers, start)
+            buffers, run, start = [], [], offset
+        buffers.append((ctypes.c_char * nbytes).from_address(address))
+        run.append(piece)
+        end = offset + nbytes
+    _read(handle, header, run, buffers, start)
+
+
+def _read(handle: int, header: Header, pieces: list[Piece], buffers: list[Any], at: int) -> None:
+    """Fill buffers, one after another, from one run of a file."""
+    while buffers:
+        try:
+            count = os.preadv(handle, buffers, at)
+        except OSError as error:
+            raise _broken(header.file, f"{pieces[0].name!r} cannot be read ({error})") from error
+        if not count:
+            _check_stamp(handle, header)
+            raise _broken(header.file, f"it ends at byte {at}, inside of {pieces[0].name!r}")
+        at += count
+        while buffers and count >= len(buffers[0]):
+            count -= len(buffers[0])
+            del buffers[0], pieces[0]
+        if count:  # the system reads 2 GiB at most in one call
+            buffers[0] = memoryview(buffers[0]).cast("B")[count:]
+
+
+def _check_stamp(handle: int, header: Header) -> None:
+    if stamp_of(os.fstat(handle)) != header.stamp:
+        raise _broken(header.file, "it has changed since its header was read")
+
+
+def _check_size(name: str, header: Header) -> None:
+    dtype = dtype_of(header)
+    if dtype is None:
+        return
+    size = dtype.itemsize * math.prod(header.shape)
+    if size != header.nbytes or any(length < 0 for length in header.shape):
+        raise _broken(
+            header.file,
+            f"{name!r} has {header.nbytes} bytes, and shape {header.shape} of {header.dtype} takes "
+            f"{size}",
+        )
+
+
+def _by_library(name: str, header: Header) -> torch.Tensor:
+    """Read a tensor of a type that only the safetensors library knows."""
+    try:
+        from safetensors import safe_open
+    except ImportError as error:
+        raise UnsupportedError(
+            f"{name!r} in {header.file.name!r} is of type {header.dtype}, which takes the package "
+            f"safetensors to read.",
+            name=name,
+        ) from error
+    with safe_open(header.file, framework="pt") as file:
+        found: torch.Tensor = file.get_tensor(name)
+    return found
+
+
+def _broken(file: Path, why: str) -> CheckpointFileError:
+    return CheckpointFileError(
+        f"Checkpoint file {str(file)!r} cannot be read as it was found: {why}. Write checkpoints "
+        f"aside and move them to their place when they are whole.",
+        path=str(file),
+    )

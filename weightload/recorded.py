@@ -1,0 +1,256 @@
+"""What is remembered with a model: the plan of its loads, made ready, and for which state it is good."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+
+from weightload.batching import Batch
+from weightload.entries import Entry, Load
+from weightload.ledger import Region, locate, volume
+from weightload.plan import Form, Plan, View, Write
+from weightload.reading import Place
+from weightload.receipt import Names
+from weightload.record import SourceFact
+from weightload.scribe import form_of
+from weightload.skeleton import Body, Skeleton
+
+__all__ = ["Copy", "Part", "Recorded", "Route", "loader_of"]
+
+
+@attrs.frozen(eq=False, repr=False)
+class Copy:
+    """One write of a plan, made ready for a model.
+
+    Attributes:
+        write: what the plan says.
+        place: qualified name of the tensor that is written.
+        region: the part of it that is filled.
+        count: its elements.
+        nbytes: its size.
+        loader: the parameter's own loader when the plan was recorded.
+        start: bytes before what is read in the source; ``None`` if it is not one run of bytes that
+            goes to one run of bytes as it is.
+        to: bytes before what is written, from the first element of the tensor on.
+    """
+
+    write: Write
+    place: str
+    region: Region
+    count: int
+    nbytes: int
+    loader: object
+    start: int | None
+    to: int
+
+    @classmethod
+    def of(cls, write: Write, region: Region, loader: object) -> Copy:
+        """Make a write ready."""
+        source, target = write.source, write.target
+        size = _dtype(target.dtype).itemsize
+        run = source is not None and source.dtype == target.dtype
+        run = run and source is not None and _is_run(source) and _is_run(target)
+        return cls(
+            write=write,
+            place=write.place,
+            region=region,
+            count=volume(region),
+            nbytes=volume(region) * size,
+            loader=loader,
+            start=source.offset * size if run and source is not None else None,
+            to=target.offset * size,
+        )
+
+    def target(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the part of a tensor that is written."""
+        return _part(tensor.detach(), self.write.target)
+
+    def source(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the part of a contiguous source that is read; ``None`` if a number is written."""
+        view = self.write.source
+        return None if view is None else _part(tensor, view)
+
+    def reserve(self, tensor: torch.Tensor, address: int) -> Place:
+        """Return where one run of bytes goes; the tensor is at that address."""
+        start = self.start or 0
+        if tensor.is_cpu:
+            return Place(start, self.nbytes, address + self.to)
+        return Place(start, self.nbytes, 0, self.target(tensor))
+
+    def carry_out(self, target: torch.Tensor, source: torch.Tensor, batch: Batch) -> None:
+        """Copy from a contiguous source, at once or when the batch is flushed."""
+        part = self.source(source)
+        if part is None:
+            self.target(target).fill_(self.write.value)  # type: ignore[arg-type]
+        else:
+            batch.add(self.target(target), part)
+
+
+def _part(tensor: torch.Tensor, view: View) -> torch.Tensor:
+    return tensor.as_strided(view.shape, view.stride, int(tensor.storage_offset()) + view.offset)
+
+
+def _is_run(view: View) -> bool:
+    """Whether a view has its elements one behind the other."""
+    whole = Form.contiguous(view.shape, view.dtype).stride
+    steps = zip(view.shape, view.stride, whole, strict=True)
+    return all(size == 1 or step == other for size, step, other in steps) or 0 in view.shape
+
+
+def _dtype(name: str) -> torch.dtype:
+    found: torch.dtype = getattr(torch, name)
+    return found
+
+
+@attrs.frozen(eq=False, repr=False)
+class Route:
+    """All that has to be done for one name.
+
+    Attributes:
+        shape: of the source.
+        dtype: of the source.
+        nbytes: size of the source.
+        fact: what is remembered about the name.
+        copies: where it goes.
+        casts: whether values are stored in another type.
+        written: bytes that are written.
+        reads: whether all of it that is needed are runs of bytes that go to runs of bytes.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    nbytes: int
+    fact: SourceFact
+    copies: tuple[Copy, ...]
+    casts: bool
+    written: int
+    reads: bool
+
+
+@attrs.frozen(eq=False, repr=False)
+class Part:
+    """The part of a model that needs more than copies in each load.
+
+    Attributes:
+        whole: whether that is the whole model.
+        modules: their qualified names, otherwise.
+        sources: names of tensors that go there.
+        runs: for each name that goes elsewhere, and only as bytes that are moved, what that takes:
+            position of the tensor in the skeleton, first byte there, first byte in the source,
+            number of bytes.
+        needed: names of all tensors that fill something, wherever they go.
+        tensors: how many parameters and buffers are filled elsewhere.
+        layers: how many modules these belong to.
+        spared: how many hooks there are elsewhere, all of which do the same whatever is loaded.
+        consumed: what the receipt of a complete load says of the needed names.
+    """
+
+    whole: bool
+    modules: frozenset[str] = frozenset()
+    sources: frozenset[str] = frozenset()
+    runs: dict[str, tuple[tuple[int, int, int, int], ...]] = attrs.field(factory=dict)
+    needed: frozenset[str] = frozenset()
+    tensors: int = 0
+    layers: int = 0
+    spared: int = 0
+    consumed: Names = attrs.field(factory=Names)
+
+
+@attrs.define(eq=False, repr=False)
+class Recorded:
+    """A plan that was recorded on a model, and what has been made ready of it.
+
+    Attributes:
+        plan: the plan.
+        skeleton: what the model was made of when the load had ended.
+        loads: the model's ``load_weights`` at that time.
+        loaders: for each tensor that is written its own loader at that time.
+        part: which part of the model needs more than copies; ``None`` as long as nobody has looked.
+    """
+
+    plan: Plan
+    skeleton: Skeleton
+    loads: object
+    loaders: dict[str, object]
+    part: Part | None = None
+    routes: dict[str, Route | None] = attrs.field(factory=dict)
+
+    @classmethod
+    def of(cls, plan: Plan, model: nn.Module, load: Load) -> Recorded:
+        """Note which state of a model a plan belongs to; the load has ended."""
+        tensors = {name: entry.tensor for entry in load.entries for name in entry.names[:1]}
+        return cls(
+            plan,
+            Skeleton.of(load.modules, load.framework.registry),
+            loads_of(model),
+            {place: loader_of(tensors[place]) for place in plan.places if place in tensors},
+        )
+
+    def body(self, model: nn.Module) -> Body | None:
+        """Return what the model consists of, ``None`` if its loaders might do something else now."""
+        return self.skeleton.body(model) if self.loads == loads_of(model) else None
+
+    def knows(self, name: str) -> bool:
+        """Whether the load that was recorded had this name."""
+        return name in self.plan.sources
+
+    def route(self, name: str, entries: Mapping[str, Entry]) -> Route | None:
+        """Return what has to be done for a name, ``None`` if only its loaders know."""
+        try:
+            return self.routes[name]
+        except KeyError:
+            self.routes[name] = found = self._make(name, entries)
+            return found
+
+    def _make(self, name: str, entries: Mapping[str, Entry]) -> Route | None:
+        plan = self.plan
+        writes = plan.writes.get(name)
+        if writes is None and name not in plan.skipped:
+            return None
+        form, copies = plan.sources[name], []
+        for write in writes or ():
+            entry = entries.get(write.place)
+            planned = plan.places[write.place]
+            if entry is None or form_of(entry.tensor) != planned:
+                return None
+            region = _region(write.target, entry.tensor)
+            if region is None:
+                return None
+            copies.append(Copy.of(write, region, self.loaders.get(write.place)))
+        dtype = _dtype(form.dtype)
+        size = torch.Size(form.shape)
+        return Route(
+            shape=size,
+            dtype=dtype,
+            nbytes=size.numel() * dtype.itemsize,
+            fact=SourceFact(
+                shape=form.shape,
+                dtype=dtype,
+                consumed=bool(copies),
+                place=copies[0].place if copies else None,
+            ),
+            copies=tuple(copies),
+            written=sum(copy.nbytes for copy in copies),
+            casts=any(copy.write.target.dtype != form.dtype for copy in copies),
+            reads=all(copy.start is not None for copy in copies),
+        )
+
+
+def loads_of(model: nn.Module) -> object:
+    """Return what tells one implementation of a model's loading from another."""
+    own = vars(model).get("load_weights")
+    return own if own is not None else getattr(type(model), "load_weights", None)
+
+
+def loader_of(tensor: torch.Tensor) -> object:
+    """Return the loader of a tensor; of one that is bound to the tensor, what is bound."""
+    loader: Any = getattr(tensor, "weight_loader", None)
+    return loader.__func__ if getattr(loader, "__self__", None) is tensor else loader
+
+
+def _region(view: View, tensor: torch.Tensor) -> Region | None:
+    return locate(view.offset, view.shape, view.stride, tuple(tensor.shape), tuple(tensor.stride()))

@@ -1,0 +1,340 @@
+"""Tells in milliseconds whether a model is still made of what it was made of.
+
+A plan is good for one model as it was: its modules, tensors, rules, and the numbers that loaders may
+look at. To look at all of that anew in each session costs more than to copy a small model. So what was
+found is remembered, weakly: nothing here keeps a module or a tensor alive that the model lets go.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
+from operator import attrgetter, is_, itemgetter, methodcaller
+from typing import Any
+from weakref import ref
+
+import attrs
+import torch
+from torch import nn
+
+from weightload.entries import join
+from weightload.ownership import HOLDER, ForwardGuard, Mark, mark_of
+from weightload.record import SECTIONS
+from weightload.registry import ModuleRegistry, own_attribute
+from weightload.storage import inner_tensors, storage_key
+
+__all__ = ["Body", "Skeleton"]
+
+_PARTS = ("_modules", *SECTIONS)
+_NUMBERS = frozenset((int, float, bool, str, bytes, type(None), torch.dtype))
+_SMALL = 1 << 16
+"""Elements of an integer tensor that is compared by its values."""
+_INTEGERS = frozenset((torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))
+_Weak = Callable[[], Any]
+
+
+def _nothing() -> None:
+    """Stand for a weak reference to a place that is empty."""
+
+
+@attrs.frozen(eq=False, repr=False)
+class _Part:
+    """One table of every module: its modules, parameters or buffers.
+
+    Attributes:
+        table: name of the attribute.
+        counts: entries of each module's table.
+        keys: names, those of all modules one after the other.
+        values: what was there, weakly.
+    """
+
+    table: str
+    counts: list[int]
+    keys: list[str]
+    values: list[_Weak]
+
+    @classmethod
+    def of(cls, table: str, dicts: list[dict[str, Any]]) -> _Part:
+        tables = [mine[table] for mine in dicts]
+        values = chain.from_iterable(map(dict.values, tables))
+        return cls(
+            table=table,
+            counts=[*map(len, tables)],
+            keys=[*chain.from_iterable(tables)],
+            values=[_nothing if value is None else ref(value) for value in values],
+        )
+
+    def now(self, dicts: list[dict[str, Any]]) -> list[Any] | None:
+        """Return what is there now if it is the same, without empty places; else ``None``."""
+        tables = [*map(itemgetter(self.table), dicts)]
+        if [*map(len, tables)] != self.counts or [*chain.from_iterable(tables)] != self.keys:
+            return None
+        found = [*chain.from_iterable(map(dict.values, tables))]
+        if not all(map(is_, found, map(operator.call, self.values))):
+            return None
+        present = [value for value in found if value is not None]
+        return present if len(present) == len(found) - self.values.count(_nothing) else None
+
+
+@attrs.frozen(eq=False, repr=False)
+class _Setting:
+    """A number of one module, or a small container of numbers."""
+
+    place: int
+    key: str
+    value: Any
+
+
+@attrs.define(eq=False, repr=False)
+class _Settings:
+    """What loaders may look at in modules, apart from tensors that they load.
+
+    That is numbers, texts, small containers of them, and tensors of integers that are no
+    parameters, such as maps of experts.
+    """
+
+    sizes: list[int]
+    getters: list[Callable[[dict[str, Any]], Any] | None]
+    values: list[Any]
+    containers: list[_Setting]
+    tensors: list[_Setting]
+
+    @classmethod
+    def of(cls, dicts: list[dict[str, Any]]) -> _Settings:
+        made: dict[tuple[str, ...], Callable[[dict[str, Any]], Any]] = {}
+        found = cls(_sizes(dicts), [], [], [], [])
+        for place, mine in enumerate(dicts):
+            keys = tuple(key for key, value in mine.items() if type(value) in _NUMBERS)
+            getter = made.setdefault(keys, itemgetter(*keys)) if keys else None
+            found.getters.append(getter)
+            found.values.append(None if getter is None else getter(mine))
+            for key, value in mine.items():
+                if _is_container(value):
+                    found.containers.append(_Setting(place, key, copy.copy(value)))
+            for key, tensor in _integers(mine):
+                found.tensors.append(_Setting(place, key, tensor.detach().clone()))
+        return found
+
+    def hold(self, dicts: list[dict[str, Any]]) -> bool:
+        """Whether all are what they were."""
+        try:
+            now = [
+                None if getter is None else getter(mine)
+                for getter, mine in zip(self.getters, dicts, strict=True)
+            ]
+            same = now == self.values
+            same = same and [dicts[one.place][one.key] for one in self.containers] == [
+                one.value for one in self.containers
+            ]
+        except Exception:  # a number has become something that cannot be compared, or is gone
+            return False
+        if not same:
+            return False
+        for one in self.tensors:
+            tensor = dict(_integers(dicts[one.place])).get(one.key)
+            if tensor is None or not torch.equal(tensor.detach(), one.value):
+                return False
+        return self._no_others(dicts)
+
+    def _no_others(self, dicts: list[dict[str, Any]]) -> bool:
+        """Whether modules that have got new attributes have got no new settings with them."""
+        sizes = _sizes(dicts)
+        if sizes == self.sizes:
+            return True
+        changed = [
+            at for at, (one, two) in enumerate(zip(sizes, self.sizes, strict=True)) if one != two
+        ]
+        now = _Settings.of([dicts[at] for at in changed])
+        then = [one for one in (*self.containers, *self.tensors) if one.place in set(changed)]
+        if now.values != [self.values[at] for at in changed] or len(then) != len(
+            [*now.containers, *now.tensors]
+        ):
+            return False
+        self.sizes = sizes
+        return True
+
+
+def _sizes(dicts: list[dict[str, Any]]) -> list[int]:
+    """Return how many attributes each module has, without those of open sessions."""
+    sizes = [*map(len, dicts)]
+    for at, mine in enumerate(dicts):
+        if type(mine.get("forward")) is ForwardGuard:
+            sizes[at] -= 1
+    sizes[0] -= HOLDER in dicts[0]
+    return sizes
+
+
+def _is_container(value: Any) -> bool:
+    kind = type(value)
+    if kind in (list, tuple, set):
+        return all(type(one) in _NUMBERS for one in value)
+    return kind is dict and bool(value) and all(type(one) in _NUMBERS for one in value.values())
+
+
+def _integers(mine: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the small tensors of integers that are attributes or buffers of a module."""
+    for key, value in chain(mine.items(), mine["_buffers"].items()):
+        if not isinstance(value, torch.Tensor) or value.dtype not in _INTEGERS:
+            continue
+        if value.numel() <= _SMALL and not value.is_meta:
+            yield key, value
+
+
+_FACTS = ("storage", "address", "shape", "stride", "type")
+
+
+def _facts_of(
+    tensors: list[torch.Tensor],
+) -> tuple[list[torch.UntypedStorage], tuple[list[Any], ...]]:
+    """Return the storages of tensors, and for each of :data:`_FACTS` what is true of them now."""
+    with torch._C.DisableTorchFunctionSubclass():  # frameworks have parameters that intercept all
+        storages = [*map(methodcaller("untyped_storage"), tensors)]
+        return storages, (
+            [*map(attrgetter("_cdata"), storages)],
+            [*map(methodcaller("data_ptr"), tensors)],
+            [*map(attrgetter("shape"), tensors)],
+            [*map(methodcaller("stride"), tensors)],
+            [*map(attrgetter("dtype"), tensors)],
+        )
+
+
+class Body:
+    """What a model consists of while a session lasts; the strong half of a skeleton.
+
+    Args:
+        skeleton: what it was compared with.
+        modules: in the order of the skeleton.
+        tensors: parameters and buffers, in the order of the skeleton.
+
+    Attributes:
+        skeleton: as given.
+        modules: every module by its qualified name.
+        tensors: as given.
+        addresses: where the first element of each tensor is, once :meth:`hold` has noted it.
+    """
+
+    def __init__(
+        self, skeleton: Skeleton, modules: list[nn.Module], tensors: list[torch.Tensor]
+    ) -> None:
+        self.skeleton = skeleton
+        self.modules = dict(zip(skeleton.names, modules, strict=True))
+        self.tensors = tensors
+        self.addresses: list[int] = []
+        self._storages: list[torch.UntypedStorage] = []
+        self._facts: tuple[list[Any], ...] = ()
+
+    def hold(self) -> None:
+        """Note where the tensors are, for :meth:`changes`; for a plain skeleton only."""
+        # That storages are held is what makes it right to compare addresses at the end.
+        self._storages, self._facts = _facts_of(self.tensors)
+        self.addresses = self._facts[1]
+
+    def changes(self) -> list[str]:
+        """Name what is not what it was at :meth:`hold`; only parameters and buffers are looked at."""
+        now = self.skeleton.tensors_now([vars(module) for module in self.modules.values()])
+        if now is None:
+            return ["a parameter or buffer was replaced"]
+        _, facts = _facts_of(now)
+        if facts == self._facts:
+            return []
+        problems = []
+        for what, before, after in zip(_FACTS, self._facts, facts, strict=True):
+            for name, one, two in zip(self.skeleton.tensor_names, before, after, strict=True):
+                if one != two:
+                    problems.append(f"{name}: its {what} was {one} and is {two}")
+        return problems
+
+
+@attrs.frozen(eq=False, repr=False)
+class Skeleton:
+    """What a model was made of.
+
+    Attributes:
+        names: qualified names of the modules.
+        tensor_names: those of parameters and buffers that are there.
+        places: at which position in them each name of a tensor is.
+        plain: whether all of them have data in a storage of their own.
+        marks: what is known about the modules, in their order.
+    """
+
+    names: list[str]
+    tensor_names: list[str]
+    places: dict[str, int]
+    plain: bool
+    marks: list[Mark]
+    _modules: list[_Weak]
+    _types: list[type]
+    _parts: list[_Part]
+    _settings: _Settings
+    _registry: ModuleRegistry
+    _rules: int
+    _strategies: list[list[type]]
+
+    @classmethod
+    def of(cls, modules: Mapping[str, nn.Module], registry: ModuleRegistry) -> Skeleton:
+        """Remember a model.
+
+        Args:
+            modules: every module by its qualified name.
+            registry: what decides which hooks they have.
+        """
+        dicts = [vars(module) for module in modules.values()]
+        tensors = {
+            join(path, key): tensor
+            for section in SECTIONS
+            for path, mine in zip(modules, dicts, strict=True)
+            for key, tensor in mine[section].items()
+            if tensor is not None
+        }
+        return cls(
+            names=[*modules],
+            tensor_names=[*tensors],
+            places={name: at for at, name in enumerate(tensors)},
+            plain=not any(
+                tensor.is_meta or inner_tensors(tensor) or storage_key(tensor) is None
+                for tensor in tensors.values()
+            ),
+            marks=[*map(mark_of, modules.values())],
+            modules=[ref(module) for module in modules.values()],
+            types=[*map(type, modules.values())],
+            parts=[_Part.of(table, dicts) for table in _PARTS],
+            settings=_Settings.of(dicts),
+            registry=registry,
+            rules=registry.revision,
+            strategies=_strategies(modules.values(), registry),
+        )
+
+    def body(self, model: nn.Module) -> Body | None:
+        """Return what ``model`` consists of, ``None`` if it is not what was remembered."""
+        modules = [*map(operator.call, self._modules)]
+        if modules[0] is not model or None in modules or [*map(type, modules)] != self._types:
+            return None
+        dicts: list[dict[str, Any]] = [vars(module) for module in modules]
+        if self._parts[0].now(dicts) is None or not self._settings.hold(dicts):
+            return None
+        if self._rules != self._registry.revision:
+            return None
+        if _strategies(modules, self._registry) != self._strategies:
+            return None
+        tensors = self.tensors_now(dicts)
+        return None if tensors is None else Body(self, modules, tensors)
+
+    def tensors_now(self, dicts: list[dict[str, Any]]) -> list[torch.Tensor] | None:
+        """Return parameters and buffers if they are the same objects, else ``None``."""
+        found: list[torch.Tensor] = []
+        for part in self._parts[1:]:
+            tensors = part.now(dicts)
+            if tensors is None:
+                return None
+            found += tensors
+        return found
+
+
+def _strategies(modules: Iterable[nn.Module], registry: ModuleRegistry) -> list[list[type]]:
+    """Return the types of the strategy objects of all modules; rules go by them."""
+    return [
+        [type(own_attribute(module, attribute)) for module in modules]
+        for attribute in registry.strategies
+    ]
