@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from weightload.entries import Entry, Load
+from weightload.entries import Entry, Load, Staging
 from weightload.errors import (
     DuplicateWeightError,
     UnexpectedWeightError,
@@ -19,6 +19,7 @@ from weightload.intake import Intake, finite, wide_floats
 from weightload.layer import Unit
 from weightload.ledger import Region, full_region, meet, without
 from weightload.observer import Watched, WriteObserver
+from weightload.pool import Pool
 from weightload.record import StagedSlot, make_record, slots_of
 from weightload.storage import TensorSpec, inner_tensors, select, storage_key
 
@@ -97,6 +98,17 @@ class Arrivals:
         for hook in unit.hooks:
             for entry in hook.reads if hook.attempted else ():
                 self.end(entry)
+
+    def stage(self, staging: Staging, pool: Pool) -> None:
+        """Give twins memory of a pool before the first copy to them, which no loader has made."""
+        self._load.grow(staging.allocate_from(pool))
+        for twin in staging.twins:
+            entry = self._load.by_tensor.get(id(twin))
+            if entry is not None and entry.watched is not None:
+                self._load.stagings.pop(entry.watched.storage, None)
+                self._by_watched.pop(id(entry.watched), None)
+                self.observer.forget(entry.watched)
+                self.watch(entry)
 
     def before_touch(self, storage: int) -> None:
         """Give a twin its memory before the first operation on it."""

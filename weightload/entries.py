@@ -14,6 +14,7 @@ from weightload.framework import Framework
 from weightload.intake import Intake
 from weightload.ledger import Region, RegionLedger, meet
 from weightload.observer import Watched
+from weightload.pool import Pool
 from weightload.record import SharedRegions, Slot, record_of, slots_of
 from weightload.scope import Scope
 from weightload.scribe import Scribe
@@ -89,10 +90,12 @@ class Staging:
         nbytes: size that it gets.
         twins: the tensors that look into it.
         seeds: twin, region and value of what no checkpoint brings.
+        pool: where the memory is from, if not from the system.
     """
 
     storage: torch.UntypedStorage
     nbytes: int
+    pool: Pool | None = None
     twins: list[torch.Tensor] = attrs.field(factory=list)
     seeds: list[tuple[torch.Tensor, Region, torch.Tensor]] = attrs.field(factory=list)
     allocated: bool = False
@@ -101,8 +104,25 @@ class Staging:
         """Give the twins their memory and the seeds; return how many bytes were added."""
         if self.allocated:
             return 0
-        self.allocated = True
         self.storage.resize_(self.nbytes)
+        return self._allocated()
+
+    def allocate_from(self, pool: Pool) -> int:
+        """Give the twins memory of a pool, which changes their storage; return how many bytes.
+
+        Only while nobody can have a view of a twin.
+        """
+        if self.allocated:
+            return 0
+        self.pool = pool
+        self.storage = pool.take(self.nbytes, self.storage.device)
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            for twin in self.twins:
+                twin.set_(self.storage, twin.storage_offset(), twin.shape, twin.stride())
+        return self._allocated()
+
+    def _allocated(self) -> int:
+        self.allocated = True
         with torch.no_grad():
             for twin, region, value in self.seeds:
                 select(twin, region).copy_(value)
@@ -124,7 +144,7 @@ class Staging:
         What else looks into the storage (a view that a hook kept) keeps it alive. A loader that
         still holds a twin finds no memory, and the observer refuses a write to it.
         """
-        if not keep and self._ours_alone:
+        if self.pool is None and not keep and self._ours_alone:
             # Nothing is allocated here, so that the heap is not fragmented from layer to layer.
             self.storage.resize_(0)
             self.allocated = False
@@ -134,6 +154,8 @@ class Staging:
                 twin.data = torch.empty(0, dtype=twin.dtype, device=twin.device)
         given = self.nbytes if self.allocated else 0
         self.allocated = False
+        if self.pool is not None:
+            self.pool.give(self.storage)
         return given
 
 

@@ -117,8 +117,9 @@ class Express:
             watched = entry.watched
             if entry.staging is None:
                 load.mark_dirty()
-            elif not entry.staging.allocated and watched is not None:
-                load.allocate(watched.storage)
+            elif not entry.staging.allocated:
+                self._arrivals.stage(entry.staging, self.recorded.pool)
+                watched = entry.watched
             address = 0
             if watched is not None:
                 address = watched.hold.data_ptr() + watched.base_offset * dtype.itemsize
@@ -160,8 +161,9 @@ class Express:
         load, watched, guard = self._load, entry.watched, unwatched()  # what is known
         if entry.staging is None:
             load.mark_dirty()
-        elif not entry.staging.allocated and watched is not None:
-            load.allocate(watched.storage)
+        elif not entry.staging.allocated:
+            self._arrivals.stage(entry.staging, self.recorded.pool)
+            watched = entry.watched
         verification = load.intake.verification
         if verification is not None and not entry.packed:
             target = copy.target(entry.tensor)

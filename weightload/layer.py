@@ -342,8 +342,8 @@ class Unit:
             for _, _, tensor in slots_of(module)
             if self.fresh
         }
-        released = sum(staging.release(live) for staging in self._stagings.values())
         for entry in self.entries:
             entry.closed = entry.closed or self.staged
+        stagings = list(self._stagings.values())
         self._live, self._plan, self._stagings, self._dressed = [], None, {}, {}
-        return released
+        return sum(staging.release(live) for staging in stagings)

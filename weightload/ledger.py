@@ -182,6 +182,7 @@ class RegionLedger:
     shape: tuple[int, ...]
     _written: dict[Region, str | None] = attrs.field(factory=dict, init=False)
     _volume: int = attrs.field(default=0, init=False)
+    _disjoint: bool = attrs.field(default=True, init=False)
 
     def enter(self, region: Region, source: str | None) -> str | None:
         """Enter one write.
@@ -195,10 +196,14 @@ class RegionLedger:
             return before if before != source else None
         self._written[region] = source
         self._volume += volume(region)
+        self._disjoint = False  # until somebody has looked
         return None
 
     def fill(self, region: Region, source: str, count: int) -> None:
-        """Enter a write of ``count`` elements to a region that was not filled before."""
+        """Enter a write of ``count`` elements to a region that shares none with those of others.
+
+        A plan has only such regions. As long as there are no others, counting tells what is missing.
+        """
         self._written[region] = source
         self._volume += count
 
@@ -235,13 +240,21 @@ class RegionLedger:
 
     def complete(self, not_expected: Sequence[Region] = ()) -> bool:
         """Whether everything arrived but for the regions that no checkpoint brings."""
-        if self._volume + sum(map(volume, not_expected)) < math.prod(self.shape):
+        whole = math.prod(self.shape)
+        if not not_expected and self._volume < whole:
             return False
+        count = self._volume + sum(map(volume, not_expected))
+        if count < whole:
+            return False
+        if self._disjoint and count == whole:
+            return True
         return not self.missing(not_expected)
 
     def missing(self, not_expected: Sequence[Region] = ()) -> list[Region]:
         """Return the regions that have not arrived, as disjoint regions."""
         if full_region(self.shape) in self._written:
+            return []
+        if self._disjoint and self._volume == math.prod(self.shape):
             return []
         return uncovered(self.shape, [*self._written, *not_expected])
 

@@ -13,6 +13,7 @@ from weightload.batching import Batch
 from weightload.entries import Entry, Load
 from weightload.ledger import Region, locate, volume
 from weightload.plan import Form, Plan, View, Write
+from weightload.pool import Pool
 from weightload.reading import Place
 from weightload.receipt import Names
 from weightload.record import SourceFact
@@ -170,6 +171,7 @@ class Recorded:
         loads: the model's ``load_weights`` at that time.
         loaders: for each tensor that is written its own loader at that time.
         part: which part of the model needs more than copies; ``None`` as long as nobody has looked.
+        pool: memory that its loads stage in.
     """
 
     plan: Plan
@@ -177,6 +179,7 @@ class Recorded:
     loads: object
     loaders: dict[str, object]
     part: Part | None = None
+    pool: Pool = attrs.field(factory=Pool)
     routes: dict[str, Route | None] = attrs.field(factory=dict)
 
     @classmethod
@@ -185,7 +188,7 @@ class Recorded:
         tensors = {name: entry.tensor for entry in load.entries for name in entry.names[:1]}
         return cls(
             plan,
-            Skeleton.of(load.modules, load.framework.registry),
+            Skeleton.of(load.modules, load.framework.registry, plan.places),
             loads_of(model),
             {place: loader_of(tensors[place]) for place in plan.places if place in tensors},
         )

@@ -1061,6 +1061,8 @@ class WeightLoadSession:
         ownership.release(self, self._modules.values(), self._marks)
         if self._board is not None:
             self._board.close()
+        if self._recorded is not None:
+            self._recorded.pool.trim()
 
     def _make_receipt(self, cause: str | None, error: BaseException | None = None) -> Receipt:
         if self.receipt is None:

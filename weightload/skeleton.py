@@ -21,7 +21,7 @@ from torch import nn
 
 from weightload.entries import join
 from weightload.ownership import HOLDER, ForwardGuard, Mark, mark_of
-from weightload.record import SECTIONS
+from weightload.record import SECTIONS, record_of
 from weightload.registry import ModuleRegistry, own_attribute
 from weightload.storage import inner_tensors, storage_key
 
@@ -100,12 +100,21 @@ class _Settings:
     values: list[Any]
     containers: list[_Setting]
     tensors: list[_Setting]
+    others: list[set[str]]
 
     @classmethod
-    def of(cls, dicts: list[dict[str, Any]]) -> _Settings:
+    def of(cls, dicts: list[dict[str, Any]], others: list[set[str]]) -> _Settings:
+        """Look at modules.
+
+        Args:
+            dicts: their attributes.
+            others: names in each of them that are something else: what is loaded, and what hooks
+                make of it, which is undone before loaders see it.
+        """
         made: dict[tuple[str, ...], Callable[[dict[str, Any]], Any]] = {}
-        found = cls(_sizes(dicts), [], [], [], [])
-        for place, mine in enumerate(dicts):
+        found = cls(_sizes(dicts), [], [], [], [], others)
+        for place, (whole, left) in enumerate(zip(dicts, others, strict=True)):
+            mine = {key: value for key, value in whole.items() if key not in left}
             keys = tuple(key for key, value in mine.items() if type(value) in _NUMBERS)
             getter = made.setdefault(keys, itemgetter(*keys)) if keys else None
             found.getters.append(getter)
@@ -113,7 +122,9 @@ class _Settings:
             for key, value in mine.items():
                 if _is_container(value):
                     found.containers.append(_Setting(place, key, copy.copy(value)))
-            for key, tensor in _integers(mine):
+            for key, tensor in _integers(whole):
+                if key in left:
+                    continue
                 found.tensors.append(_Setting(place, key, tensor.detach().clone()))
         return found
 
@@ -146,7 +157,7 @@ class _Settings:
         changed = [
             at for at, (one, two) in enumerate(zip(sizes, self.sizes, strict=True)) if one != two
         ]
-        now = _Settings.of([dicts[at] for at in changed])
+        now = _Settings.of([dicts[at] for at in changed], [self.others[at] for at in changed])
         then = [one for one in (*self.containers, *self.tensors) if one.place in set(changed)]
         if now.values != [self.values[at] for at in changed] or len(then) != len(
             [*now.containers, *now.tensors]
@@ -273,13 +284,24 @@ class Skeleton:
     _strategies: list[list[type]]
 
     @classmethod
-    def of(cls, modules: Mapping[str, nn.Module], registry: ModuleRegistry) -> Skeleton:
+    def of(
+        cls, modules: Mapping[str, nn.Module], registry: ModuleRegistry, filled: Iterable[str]
+    ) -> Skeleton:
         """Remember a model.
 
         Args:
             modules: every module by its qualified name.
             registry: what decides which hooks they have.
+            filled: qualified names of the tensors that loads fill.
         """
+        others: dict[str, set[str]] = {name: set() for name in modules}
+        for name in filled:
+            path, _, key = name.rpartition(".")
+            others.setdefault(path, set()).add(key)
+        names = {id(module): name for name, module in modules.items()}
+        for owner, keys in _changed_by_hooks(modules.values()):
+            if id(owner) in names:
+                others[names[id(owner)]] |= keys
         dicts = [vars(module) for module in modules.values()]
         tensors = {
             join(path, key): tensor
@@ -300,7 +322,7 @@ class Skeleton:
             modules=[ref(module) for module in modules.values()],
             types=[*map(type, modules.values())],
             parts=[_Part.of(table, dicts) for table in _PARTS],
-            settings=_Settings.of(dicts),
+            settings=_Settings.of(dicts, [others[name] for name in modules]),
             registry=registry,
             rules=registry.revision,
             strategies=_strategies(modules.values(), registry),
@@ -330,6 +352,15 @@ class Skeleton:
                 return None
             found += tensors
         return found
+
+
+def _changed_by_hooks(modules: Iterable[nn.Module]) -> Iterator[tuple[Any, set[str]]]:
+    """Yield what hooks change, with the names of its attributes and buffers that they change."""
+    for module in modules:
+        record = record_of(module)
+        for change in (one for step in record.steps.values() for one in step) if record else ():
+            keys = {*change.attributes, *change.contents}
+            yield change.owner, keys.union(*change.entries.values())
 
 
 def _strategies(modules: Iterable[nn.Module], registry: ModuleRegistry) -> list[list[type]]:

@@ -1,0 +1,52 @@
+"""Memory for staging that is kept from layer to layer and from session to session.
+
+Fresh pages cost more than the copy into them: the system has to clear each before its first use.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["Pool"]
+
+_Key = tuple[int, torch.device]
+
+
+class Pool:
+    """Blocks of memory, by size and device.
+
+    What is kept between sessions is one block of each size: what a stream needs that brings one layer
+    after the other.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[_Key, list[torch.UntypedStorage]] = {}
+
+    def __deepcopy__(self, memo: Any) -> Pool:
+        """A copy of a model does not use the memory of the original."""
+        return Pool()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are kept now."""
+        return sum(size * len(blocks) for (size, _), blocks in self._free.items())
+
+    def take(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
+        """Return memory of ``nbytes``; what it holds is arbitrary."""
+        blocks = self._free.get((nbytes, device))
+        if blocks:
+            return blocks.pop()
+        return torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
+
+    def give(self, block: torch.UntypedStorage) -> None:
+        """Take memory back, unless somebody else still looks into it."""
+        holders = getattr(torch._C, "_storage_Use_Count", None)
+        if holders is not None and holders(block._cdata) == 1:
+            self._free.setdefault((block.nbytes(), block.device), []).append(block)
+
+    def trim(self) -> None:
+        """Give back what the next session does not need."""
+        for blocks in self._free.values():
+            del blocks[1:]
