@@ -1,0 +1,75 @@
+"""A load by a plan and the same load by the model's loaders come to the same.
+
+Two equal models get the same loads, most of them broken: one with plans, the other without. Damage
+shown: a plan that goes another way to a wrong tensor, that lets a fault pass which the loaders' watch
+would have found, that names another fault, or that says something else about what is left.
+"""
+
+import copy
+import re
+
+import attrs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loads import loads
+from random_models import Subject, run_load
+from trees import recipes
+
+from weightload.testing import identical
+
+SAID = (
+    "kind", "outcome", "version", "commit", "model_intact", "verdict", "scope", "consumed",
+    "skipped", "missing", "unexpected", "duplicate", "bytes_received", "casts", "tensors_moved",
+    "moved",
+)  # fmt: skip
+"""What a receipt says on both ways; what else it says is how long or by which memory it went."""
+
+
+@attrs.define(eq=False)
+class Watched(Subject):
+    """Keeps the session of its last load."""
+
+    session_of_last: object = None
+
+    def session_for(self, load):
+        self.session_of_last = super().session_for(load)
+        return self.session_of_last
+
+
+def said(session):
+    """Return what is known of a session that has ended, without its number."""
+    receipt = session.receipt
+    if receipt is None:
+        return session.state
+    cause = re.sub(r"[Ss]ession \d+", "session N", receipt.cause or "")
+    return {"cause": cause, **{name: getattr(receipt, name) for name in SAID}}
+
+
+def tensors(model):
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+@settings(max_examples=3 * settings.default.max_examples)
+@given(st.data())
+def test_both_ways_come_to_the_same(data):
+    recipe = data.draw(recipes)
+    ways = {plans: Watched(recipe) for plans in (True, False)}
+    one = ways[False]
+    count = data.draw(st.integers(2, 4))
+    for number in range(count + 1):
+        state = (recipe, one.served, one.known, one.first, one.tried, one.poisoned)
+        load = data.draw(loads(*state, last=number == count))
+        outcomes = {}
+        for plans, subject in ways.items():
+            mine = copy.deepcopy(load)
+            mine.options["plans"] = plans and mine.fault != "loader writes outside"
+            outcomes[plans], _ = run_load(subject, mine)
+        assert outcomes[True] == outcomes[False]
+        assert said(ways[True].session_of_last) == said(one.session_of_last)
+        if one.poisoned:
+            continue
+        for (name, left), (other, right) in zip(
+            tensors(ways[True].model), tensors(one.model), strict=True
+        ):
+            assert name == other
+            assert identical(left, right), name
