@@ -30,6 +30,7 @@ __all__ = [
     "current_session",
     "entered",
     "guard_open",
+    "let_compute",
     "mark_of",
     "open_session",
     "owner_of",
@@ -329,6 +330,14 @@ def record_poison(model: Any, poison: Poison) -> None:
         _poisoned += mark.poison is None
         if mark.poison is None or not mark.poison.terminal:
             mark.poison = poison
+        _guard(module, mark)
+
+
+def let_compute(modules: Iterable[Any], marks: Sequence[Mark] | None = None) -> None:
+    """Let modules compute again that :func:`guard_open` has stopped, but not what is poisoned."""
+    modules = list(modules)
+    marks = [*map(mark_of, modules)] if marks is None else marks
+    for module, mark in zip(modules, marks, strict=True):
         _guard(module, mark)
 
 

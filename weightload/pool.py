@@ -46,7 +46,7 @@ class Pool:
         if holders is not None and holders(block._cdata) == 1:
             self._free.setdefault((block.nbytes(), block.device), []).append(block)
 
-    def trim(self) -> None:
-        """Give back what the next session does not need."""
+    def trim(self, most: int) -> None:
+        """Give back what the next session does not need: more than ``most`` blocks of one size."""
         for blocks in self._free.values():
-            del blocks[1:]
+            del blocks[most:]

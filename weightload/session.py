@@ -961,6 +961,8 @@ class WeightLoadSession:
             marks = self._marks if root is self.model else None
             ownership.record_version(root, self.version, cured=cured, marks=marks)
         failed: list[BaseException] = []
+        if self._publish:
+            ownership.let_compute(self._modules.values(), self._marks)
         for callback in self._publish:
             try:
                 callback(before, self.version)
@@ -1062,7 +1064,7 @@ class WeightLoadSession:
         if self._board is not None:
             self._board.close()
         if self._recorded is not None:
-            self._recorded.pool.trim()
+            self._recorded.pool.trim(1 if self.state is SessionState.FINISHED else 0)
 
     def _make_receipt(self, cause: str | None, error: BaseException | None = None) -> Receipt:
         if self.receipt is None:

@@ -386,7 +386,7 @@ def test_a_dry_run_that_is_refused_leaves_the_other_session_alone(monkeypatch):
     state = list(make_state(make, 2).items())
     claim = ownership.claim
 
-    def first(session, modules):
+    def first(session, modules, *others):
         monkeypatch.undo()
         other.prepare()
         other.load(state[:1])

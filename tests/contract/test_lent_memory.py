@@ -488,6 +488,7 @@ def test_every_kind_of_tensor_can_be_lent(tensor):
                        tensor.float() if tensor.element_size() == 1 else tensor)  # fmt: skip
 
 
+@pytest.mark.long_way("counts what is lent to loaders")
 @pytest.mark.parametrize("deliver", [lent, dict], ids=["iterator", "mapping"])
 def test_where_uses_cannot_be_counted_everything_is_copied(deliver, monkeypatch, commit):
     """On a device that tells nothing, or a Python that counts less, it is safe all the same."""

@@ -256,6 +256,7 @@ def test_packed_experts_that_are_not_cut_for_their_rank_are_refused(commit):
     live.equals(packed(10.0))
 
 
+@pytest.mark.long_way("asks what a loader sees")
 @pytest.mark.holds("E06", "E07")
 @pytest.mark.parametrize("how", ["mapping", "stream that owns its tensors"])
 def test_the_experts_of_other_ranks_are_counted_and_not_copied(how, commit):
