@@ -135,8 +135,16 @@ class Express:
             self._batch.flush()
             del guard
 
-    def enter(self, names: Iterable[str]) -> None:
-        """Note what has been taken to its places before the board was opened."""
+    def enter(self, names: Iterable[str], sent: Iterable[tuple[Copy, int]]) -> None:
+        """Note what has been taken to its places before the board was opened.
+
+        Args:
+            names: what has come.
+            sent: digests of what was sent, to be compared at the end.
+        """
+        verification = self._load.intake.verification
+        for copy, value in sent if verification is not None else ():
+            verification.remember(self._entries[copy.place], copy.region, value)
         for name in names:
             route = self.recorded.route(name, self._entries)
             for copy in route.copies if route is not None else ():

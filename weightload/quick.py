@@ -14,13 +14,14 @@ from typing import Any
 import torch
 
 from weightload.batching import Batch
+from weightload.digest import digest
 from weightload.entries import Counts
 from weightload.express import PLAIN, Express
 from weightload.intake import FILLED, Intake
 from weightload.lanes import Lane
 from weightload.moving import LARGE, move
 from weightload.reading import Place
-from weightload.recorded import Part, Recorded, Route, loader_of
+from weightload.recorded import Copy, Part, Recorded, Route, loader_of
 from weightload.skeleton import Body
 
 __all__ = ["Quick"]
@@ -56,6 +57,7 @@ class Quick:
         self._on_host = all(tensor.is_cpu for tensor in body.tensors)
         self._runs = self._runs_to_move()
         self._batch = Batch()
+        self._sent: list[tuple[Copy, int]] = []
         self.tell: Callable[[], None] | None = None
 
     def prepared(self, express: Express, between: Callable[[], None]) -> None:
@@ -114,6 +116,7 @@ class Quick:
         if (
             route is None
             or not route.reads
+            or intake.verification is not None
             or dtype is not route.dtype
             or shape != route.shape
             or name in intake.seen
@@ -193,7 +196,7 @@ class Quick:
 
     def _runs_to_move(self) -> dict[str, tuple[tuple[int, int, int, int], ...]]:
         """Return for each name that is only moved what that takes."""
-        if not self._on_host:
+        if not self._on_host or self._intake.verification is not None:
             return {}
         runs = self.part.runs
         if torch.get_num_threads() == 1:
@@ -248,8 +251,38 @@ class Quick:
             intake.casts.add(name)
         for copy in route.copies:
             at = body.skeleton.places[copy.place]
+            self._note(copy, body.tensors[at], tensor)
             copy.carry_out(body.tensors[at], tensor, self._batch)
         return True
+
+    def _note(self, copy: Copy, target: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Remember what is sent, if it is compared at the end."""
+        verification = self._intake.verification
+        if verification is None or not verification.wants(f"{copy.place} {copy.region}", "place"):
+            return
+        source = copy.source(tensor)
+        if source is not None:
+            sent = source.to(target.device, target.dtype)
+            self._sent.append((copy, digest(sent.expand(copy.write.target.shape))))
+
+    def compare(self) -> None:
+        """Compare what is live with what was sent, if that was asked for; see :meth:`Board.compare`.
+
+        Raises:
+            VerificationError: they differ.
+        """
+        verification = self._intake.verification
+        if verification is None:
+            return
+        places, tensors = self.body.skeleton.places, self.body.tensors
+        for copy, sent in self._sent:
+            live = copy.target(tensors[places[copy.place]])
+            verification.compare_with(f"{copy.place} {list(copy.region)}", live, sent)
+        verification.check()
+
+    def hand_over(self, express: Express) -> None:
+        """Tell the ledgers of the whole model, now that they are there, what has come so far."""
+        express.enter(self._intake.seen, self._sent)
 
     def counts(self) -> Counts:
         """Return the numbers for the receipt."""

@@ -644,7 +644,6 @@ class WeightLoadSession:
         if (
             self._commit != "stream"
             or self._check_finite
-            or self._verify is not None
             or (ownership.poison_of(self.model) is not None and not self.scope.is_full)
             or any(recorded.routes.get(name) is None for name in wanted)
             or part.sources & wanted
@@ -693,7 +692,7 @@ class WeightLoadSession:
                 board = self._board
                 board.extend(self._modules)
         express = board.express(quick.recorded)
-        express.enter(self._intake.seen)
+        quick.hand_over(express)
         self._express = express if self.scope.is_full else None
 
     def _wanted(self, manifest: Mapping[str, Any] | None) -> frozenset[str] | None:
@@ -947,6 +946,9 @@ class WeightLoadSession:
                 self._framework.after_processing(self.model)
         with self._progress.timed("verify"), collector.paused():
             changes = quick.body.changes()
+            quick.compare()
+            if self._board is not None:
+                self._board.compare()
         if changes:
             raise StorageChangedError(
                 f"Live tensors changed during the load: {name_some(changes)}. Captured graphs "

@@ -74,6 +74,10 @@ class Verification:
             value = source.detach().to(target.device, target.dtype)
             regions[region] = digest(value.expand(target.shape))
 
+    def remember(self, entry: Entry, region: Region, sent: int) -> None:
+        """Note the digest of what was written to a part of a live tensor."""
+        self._sent.setdefault(id(entry), (entry, {}))[1][region] = sent
+
     def compare_in_place(self, live_of: Callable[[Entry], torch.Tensor | None]) -> None:
         """Compare every live tensor that was written directly.
 
@@ -85,10 +89,13 @@ class Verification:
             if live is None:
                 continue
             for region, sent in regions.items():
-                part = select(live, region)
-                self._count(part)
-                if digest(part) != sent:
-                    self._problems.append(f"{entry.names[0]} {list(region)}")
+                self.compare_with(f"{entry.names[0]} {list(region)}", select(live, region), sent)
+
+    def compare_with(self, name: str, live: torch.Tensor, sent: int) -> None:
+        """Compare a live tensor with the digest of what was sent to it."""
+        self._count(live)
+        if digest(live) != sent:
+            self._problems.append(name)
 
     def compare(self, name: str, live: torch.Tensor, other: torch.Tensor) -> None:
         """Compare a live tensor with what a second processing gave."""
