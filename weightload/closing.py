@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import attrs
 
 from weightload.board import Board
@@ -54,10 +56,14 @@ def make_receipt(
     kept = board.kept if board is not None else []
     counts = Counts() if board is None else board.counts()
     consumed = None
+    skipped: Collection[str] = ()
     if quick is not None:
         counts += quick.counts()
         if quick.complete and scope.is_full:
             consumed = quick.part.consumed
+            skipped = intake.seen.keys() - quick.part.needed
+    if consumed is None:
+        skipped = [name for name, fact in seen if not fact.consumed]
     return Receipt(
         session=session,
         kind=kind,
@@ -69,7 +75,7 @@ def make_receipt(
         verdict=_verdict(state, version, scope, kept),
         scope=scope.to_plain(),
         consumed=consumed or Names.of([name for name, fact in seen if fact.consumed]),
-        skipped=Names.of([name for name, fact in seen if not fact.consumed]),
+        skipped=Names.of(skipped),
         missing=_named(error, IncompleteLoadError, kept),
         unexpected=_named(error, UnexpectedWeightError, sorted(intake.dropped)),
         duplicate=_named(error, DuplicateWeightError, []),

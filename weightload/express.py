@@ -143,8 +143,9 @@ class Express:
             sent: digests of what was sent, to be compared at the end.
         """
         verification = self._load.intake.verification
-        for copy, value in sent if verification is not None else ():
-            verification.remember(self._entries[copy.place], copy.region, value)
+        if verification is not None:
+            for copy, value in sent:
+                verification.remember(self._entries[copy.place], copy.region, value)
         for name in names:
             route = self.recorded.route(name, self._entries)
             for copy in route.copies if route is not None else ():

@@ -287,7 +287,10 @@ def guard_open(session: WeightLoadSession, modules: Iterable[Any]) -> None:
     """Let no module compute while ``session`` is open; :func:`release` ends that."""
     reason = _Open(session.id)
     for module in modules:
-        ForwardGuard.install(module, reason)
+        if "forward" in module.__dict__:
+            ForwardGuard.install(module, reason)
+        else:
+            ForwardGuard(module, reason)
 
 
 def record_version(

@@ -9,7 +9,7 @@ from weightload.layer import Unit
 from weightload.ledger import meet
 from weightload.receipt import Names
 from weightload.record import read_by
-from weightload.recorded import Copy, Part, Recorded
+from weightload.recorded import Copy, Part, Recorded, counts_of
 
 __all__ = ["find_part"]
 
@@ -57,15 +57,17 @@ def find_part(
         for copy in mine
         if any(id(module) in inside for module, _, _ in entries[copy.place].slots)
     }
-    elsewhere = {copy.place for name in copies.keys() - sources for copy in copies[name]}
+    straight = copies.keys() - sources
+    elsewhere = {copy.place: copy.loader for name in straight for copy in copies[name]}
     return Part(
         whole=False,
         modules=frozenset(names[key] for key in inside),
         sources=frozenset(sources),
         runs=dict(_runs(recorded, {k: mine for k, mine in copies.items() if k not in sources})),
         needed=frozenset(copies),
-        tensors=len(elsewhere),
-        layers=len({place.rpartition(".")[0] for place in elsewhere}),
+        counts=counts_of(recorded.routes.get(name) for name in straight),
+        places=[recorded.skeleton.places[place] for place in elsewhere],
+        loaders=[*elsewhere.values()],
         spared=sum(id(hook.module) not in inside for unit in units for hook in unit.hooks),
         consumed=Names.of(copies.keys()),
     )

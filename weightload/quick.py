@@ -9,8 +9,10 @@ what has come so far, and goes on there.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import repeat
 from typing import Any
 
+import attrs
 import torch
 
 from weightload.batching import Batch
@@ -21,7 +23,7 @@ from weightload.intake import FILLED, Intake
 from weightload.lanes import Lane
 from weightload.moving import LARGE, move
 from weightload.reading import Place
-from weightload.recorded import Copy, Part, Recorded, Route, loader_of
+from weightload.recorded import Copy, Part, Recorded, Route, counts_of, loader_of
 from weightload.skeleton import Body
 
 __all__ = ["Quick"]
@@ -67,12 +69,14 @@ class Quick:
     @classmethod
     def fits(cls, recorded: Recorded, body: Body) -> bool:
         """Whether the loaders of single tensors are those that the plan was recorded with."""
-        places = body.skeleton.places
-        inside = recorded.part.modules if recorded.part is not None else frozenset()
+        part = recorded.part
+        if part is None:
+            return False
+        tensors = [*map(body.tensors.__getitem__, part.places)]
+        now = map(getattr, tensors, repeat("weight_loader"), repeat(None))
         return all(
-            place in places and loader_of(body.tensors[places[place]]) == loader
-            for place, loader in recorded.loaders.items()
-            if place.rpartition(".")[0] not in inside  # hooks take the loaders away
+            one == two or loader_of(tensor) == two
+            for one, two, tensor in zip(now, part.loaders, tensors, strict=True)
         )
 
     @property
@@ -145,12 +149,23 @@ class Quick:
             if route is None or name in found:
                 return pairs
             found[name] = route
+        runs, do, tell = self._runs, self._do, self.tell
+        addresses, intake = self.body.addresses, self._intake
+        self._mark_dirty()
         for at, ((name, tensor), route) in enumerate(zip(pairs, found.values(), strict=True)):
-            if not self._do(name, tensor, route):
+            mine = runs.get(name)
+            if mine is not None and tensor.is_cpu:
+                intake.current = name
+                intake.seen[name] = route.fact
+                intake.nbytes += route.nbytes
+                address = tensor.data_ptr()
+                for place, to, start, nbytes in mine:
+                    move(addresses[place] + to, address + start, nbytes)
+            elif not do(name, tensor, route):
                 self._flush()
                 return pairs[at:]
-            if self.tell is not None:
-                self.tell()
+            if tell is not None:
+                tell()
         self._flush()
         return None
 
@@ -287,17 +302,14 @@ class Quick:
     def counts(self) -> Counts:
         """Return the numbers for the receipt."""
         part = self.part
+        checked, spared = len(self.body.tensors), part.spared
+        if self._intake.seen.keys() >= part.needed:
+            return attrs.evolve(part.counts, tensors_checked=checked, hooks_spared=spared)
         elsewhere = self._intake.seen.keys() - part.sources
-        routes = [self.recorded.routes.get(name) for name in elsewhere]
-        places: set[str] = set()
-        if not self.complete:
-            places = {copy.place for route in routes if route for copy in route.copies}
-        return Counts(
-            bytes_written=sum(route.written for route in routes if route is not None),
-            tensors_in_place=len(places) or part.tensors,
-            layers_in_place=len({place.rpartition(".")[0] for place in places}) or part.layers,
-            tensors_checked=len(self.body.tensors),
-            hooks_spared=part.spared,
+        return attrs.evolve(
+            counts_of([self.recorded.routes.get(name) for name in elsewhere]),
+            tensors_checked=checked,
+            hooks_spared=spared,
         )
 
 

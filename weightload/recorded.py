@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import attrs
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from weightload.batching import Batch
-from weightload.entries import Entry, Load
+from weightload.entries import Counts, Entry, Load
 from weightload.ledger import Region, locate, volume
 from weightload.plan import Form, Plan, View, Write
 from weightload.pool import Pool
@@ -20,7 +20,7 @@ from weightload.record import SourceFact
 from weightload.scribe import form_of
 from weightload.skeleton import Body, Skeleton
 
-__all__ = ["Copy", "Part", "Recorded", "Route", "loader_of"]
+__all__ = ["Copy", "Part", "Recorded", "Route", "counts_of", "loader_of"]
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -144,8 +144,9 @@ class Part:
             position of the tensor in the skeleton, first byte there, first byte in the source,
             number of bytes.
         needed: names of all tensors that fill something, wherever they go.
-        tensors: how many parameters and buffers are filled elsewhere.
-        layers: how many modules these belong to.
+        counts: what the receipt of a complete load says of what is filled elsewhere.
+        places: positions in the skeleton of the tensors that are filled elsewhere.
+        loaders: their own loaders.
         spared: how many hooks there are elsewhere, all of which do the same whatever is loaded.
         consumed: what the receipt of a complete load says of the needed names.
     """
@@ -155,8 +156,9 @@ class Part:
     sources: frozenset[str] = frozenset()
     runs: dict[str, tuple[tuple[int, int, int, int], ...]] = attrs.field(factory=dict)
     needed: frozenset[str] = frozenset()
-    tensors: int = 0
-    layers: int = 0
+    counts: Counts = attrs.field(factory=Counts)
+    places: list[int] = attrs.field(factory=list)
+    loaders: list[object] = attrs.field(factory=list)
     spared: int = 0
     consumed: Names = attrs.field(factory=Names)
 
@@ -241,6 +243,17 @@ class Recorded:
             casts=any(copy.write.target.dtype != form.dtype for copy in copies),
             reads=all(copy.start is not None for copy in copies),
         )
+
+
+def counts_of(routes: Iterable[Route | None]) -> Counts:
+    """Return the numbers of what goes straight to its places."""
+    known = [route for route in routes if route is not None]
+    places = {copy.place for route in known for copy in route.copies}
+    return Counts(
+        bytes_written=sum(route.written for route in known),
+        tensors_in_place=len(places),
+        layers_in_place=len({place.rpartition(".")[0] for place in places}),
+    )
 
 
 def loads_of(model: nn.Module) -> object:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import chain
+from itertools import chain, repeat
 from operator import attrgetter, is_, itemgetter, methodcaller
 from typing import Any
 from weakref import ref
@@ -22,7 +22,7 @@ from torch import nn
 from weightload.entries import join
 from weightload.ownership import HOLDER, ForwardGuard, Mark, mark_of
 from weightload.record import SECTIONS, record_of
-from weightload.registry import ModuleRegistry, own_attribute
+from weightload.registry import ModuleRegistry
 from weightload.storage import inner_tensors, storage_key
 
 __all__ = ["Body", "Skeleton"]
@@ -170,9 +170,9 @@ class _Settings:
 def _sizes(dicts: list[dict[str, Any]]) -> list[int]:
     """Return how many attributes each module has, without those of open sessions."""
     sizes = [*map(len, dicts)]
-    for at, mine in enumerate(dicts):
-        if type(mine.get("forward")) is ForwardGuard:
-            sizes[at] -= 1
+    own = [*map(dict.get, dicts, repeat("forward"))]
+    if own.count(None) < len(own):
+        sizes = [n - (type(one) is ForwardGuard) for n, one in zip(sizes, own, strict=True)]
     sizes[0] -= HOLDER in dicts[0]
     return sizes
 
@@ -193,21 +193,30 @@ def _integers(mine: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
             yield key, value
 
 
-_FACTS = ("storage", "address", "shape", "stride", "type")
+def _forms_of(tensors: list[torch.Tensor]) -> tuple[list[Any], ...]:
+    """Return shapes, strides, types and devices of tensors."""
+    with torch._C.DisableTorchFunctionSubclass():  # frameworks have parameters that intercept all
+        return (
+            [*map(attrgetter("shape"), tensors)],
+            [*map(methodcaller("stride"), tensors)],
+            [*map(attrgetter("dtype"), tensors)],
+            [*map(attrgetter("device"), tensors)],
+        )
+
+
+_FACTS = ("storage", "address", "shape")
 
 
 def _facts_of(
     tensors: list[torch.Tensor],
 ) -> tuple[list[torch.UntypedStorage], tuple[list[Any], ...]]:
     """Return the storages of tensors, and for each of :data:`_FACTS` what is true of them now."""
-    with torch._C.DisableTorchFunctionSubclass():  # frameworks have parameters that intercept all
+    with torch._C.DisableTorchFunctionSubclass():
         storages = [*map(methodcaller("untyped_storage"), tensors)]
         return storages, (
             [*map(attrgetter("_cdata"), storages)],
             [*map(methodcaller("data_ptr"), tensors)],
             [*map(attrgetter("shape"), tensors)],
-            [*map(methodcaller("stride"), tensors)],
-            [*map(attrgetter("dtype"), tensors)],
         )
 
 
@@ -217,6 +226,7 @@ class Body:
     Args:
         skeleton: what it was compared with.
         modules: in the order of the skeleton.
+        dicts: their attributes.
         tensors: parameters and buffers, in the order of the skeleton.
 
     Attributes:
@@ -227,12 +237,17 @@ class Body:
     """
 
     def __init__(
-        self, skeleton: Skeleton, modules: list[nn.Module], tensors: list[torch.Tensor]
+        self,
+        skeleton: Skeleton,
+        modules: list[nn.Module],
+        dicts: list[dict[str, Any]],
+        tensors: list[torch.Tensor],
     ) -> None:
         self.skeleton = skeleton
         self.modules = dict(zip(skeleton.names, modules, strict=True))
         self.tensors = tensors
         self.addresses: list[int] = []
+        self._dicts = dicts
         self._storages: list[torch.UntypedStorage] = []
         self._facts: tuple[list[Any], ...] = ()
 
@@ -244,7 +259,7 @@ class Body:
 
     def changes(self) -> list[str]:
         """Name what is not what it was at :meth:`hold`; only parameters and buffers are looked at."""
-        now = self.skeleton.tensors_now([vars(module) for module in self.modules.values()])
+        now = self.skeleton.tensors_now(self._dicts)
         if now is None:
             return ["a parameter or buffer was replaced"]
         _, facts = _facts_of(now)
@@ -282,6 +297,7 @@ class Skeleton:
     _registry: ModuleRegistry
     _rules: int
     _strategies: list[list[type]]
+    _forms: tuple[list[Any], ...]
 
     @classmethod
     def of(
@@ -310,14 +326,15 @@ class Skeleton:
             for key, tensor in mine[section].items()
             if tensor is not None
         }
+        plain = not any(
+            tensor.is_meta or inner_tensors(tensor) or storage_key(tensor) is None
+            for tensor in tensors.values()
+        )
         return cls(
             names=[*modules],
             tensor_names=[*tensors],
             places={name: at for at, name in enumerate(tensors)},
-            plain=not any(
-                tensor.is_meta or inner_tensors(tensor) or storage_key(tensor) is None
-                for tensor in tensors.values()
-            ),
+            plain=plain,
             marks=[*map(mark_of, modules.values())],
             modules=[ref(module) for module in modules.values()],
             types=[*map(type, modules.values())],
@@ -325,7 +342,8 @@ class Skeleton:
             settings=_Settings.of(dicts, [others[name] for name in modules]),
             registry=registry,
             rules=registry.revision,
-            strategies=_strategies(modules.values(), registry),
+            strategies=_strategies(dicts, registry),
+            forms=_forms_of([*tensors.values()]) if plain else (),
         )
 
     def body(self, model: nn.Module) -> Body | None:
@@ -338,10 +356,12 @@ class Skeleton:
             return None
         if self._rules != self._registry.revision:
             return None
-        if _strategies(modules, self._registry) != self._strategies:
+        if _strategies(dicts, self._registry) != self._strategies:
             return None
         tensors = self.tensors_now(dicts)
-        return None if tensors is None else Body(self, modules, tensors)
+        if tensors is None or (self.plain and _forms_of(tensors) != self._forms):
+            return None
+        return Body(self, modules, dicts, tensors)
 
     def tensors_now(self, dicts: list[dict[str, Any]]) -> list[torch.Tensor] | None:
         """Return parameters and buffers if they are the same objects, else ``None``."""
@@ -363,9 +383,11 @@ def _changed_by_hooks(modules: Iterable[nn.Module]) -> Iterator[tuple[Any, set[s
             yield change.owner, keys.union(*change.entries.values())
 
 
-def _strategies(modules: Iterable[nn.Module], registry: ModuleRegistry) -> list[list[type]]:
-    """Return the types of the strategy objects of all modules; rules go by them."""
+def _strategies(dicts: list[dict[str, Any]], registry: ModuleRegistry) -> list[list[type]]:
+    """Return the types of the strategy objects of all modules; rules go by them.
+
+    Strategy objects that are modules are compared with all other modules.
+    """
     return [
-        [type(own_attribute(module, attribute)) for module in modules]
-        for attribute in registry.strategies
+        [*map(type, map(dict.get, dicts, repeat(attribute)))] for attribute in registry.strategies
     ]
