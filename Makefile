@@ -28,7 +28,7 @@ export VLLM_NO_USAGE_STATS ?= 1
 BIN := .venv/bin
 CORE_TESTS = $(wildcard tests/unit tests/property tests/contract)
 
-.PHONY: help setup demo test test-core fuzz bench check format lock clean
+.PHONY: help setup demo test test-plans test-core fuzz bench check format lock clean
 
 help:  ## list what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,6 +41,12 @@ demo: .venv/.ready  ## show what a reload does to a live engine, without weightl
 # One thread for each process: several that spin on the same cores are slower than one.
 test: .venv/.ready  ## run every test
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+
+# By default sessions use plans; property tests draw for each load whether it does.
+test-plans: .venv/.ready  ## run the core's quick tests without plans, and with a coin per session
+	@for plans in off random; do OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} \
+		$(BIN)/python -m pytest -n $(JOBS) tests/unit tests/contract --plans $$plans $(ARGS) || exit 1; \
+	done
 
 test-core: .venv-core/.ready  ## run the core's tests where there is no vLLM to lean on
 	@for name in vllm transformers safetensors; do \
