@@ -19,7 +19,7 @@ from weightload.entries import Entry, Load
 from weightload.ledger import meet
 from weightload.moving import LARGE, move, unwatched
 from weightload.reading import Place
-from weightload.recorded import Copy, Recorded, loader_of
+from weightload.recorded import Copy, Recorded, Route, loader_of
 
 __all__ = ["PLAIN", "Express"]
 
@@ -73,18 +73,30 @@ class Express:
             return False
         if intake.check_finite:
             intake.check_pair(name, tensor)
-        entries = [self._entries[copy.place] for copy in route.copies]
-        for copy, entry in zip(route.copies, entries, strict=True):
+        return self.put(name, tensor, route)
+
+    def put(self, name: str, tensor: torch.Tensor, route: Route) -> bool:
+        """Do the same with a tensor whose form is known to be that of its route."""
+        found = []
+        for copy in route.copies:
+            entry = self._entries[copy.place]
             if not self._fits(copy, entry):
                 return False
+            found.append((copy, entry))
+        intake = self._load.intake
         intake.take(name, tensor, route.fact, route.nbytes)
         if route.casts:
             intake.casts.add(name)
-        for copy, entry in zip(route.copies, entries, strict=True):
+        for copy, entry in found:
             self._do(name, copy, entry, tensor)
         if self._batch and self._arrivals.ready:
             self.flush()  # the hooks of what is complete read it
         return True
+
+    @property
+    def ready(self) -> bool:
+        """Whether something is complete and has to be processed."""
+        return self._arrivals.ready
 
     def reserve(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> list[Place] | None:
         """Enter one tensor as if it had come, and return where its parts have to be put at once.

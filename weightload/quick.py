@@ -254,9 +254,9 @@ class Quick:
                 move(addresses[at] + to, address + start, nbytes)
             return True
         if name in self.part.sources:
-            if self._express is None or not self._express.takes(name, tensor):
+            if self._express is None or not self._express.put(name, tensor, route):
                 return False
-            if self._between is not None:
+            if self._between is not None and self._express.ready:
                 self._between()
             return True
         intake, body = self._intake, self.body

@@ -7,7 +7,7 @@ import gc
 import math
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -244,3 +244,18 @@ def _largest_gap(a: Observation, b: Observation) -> float:
                 other = dict(y)
                 gap = max([gap, *(abs(v - other[token]) for token, v in x if token in other)])
     return gap
+
+
+def hooks_agree(ran: Mapping[str, int], fresh: Mapping[str, int], spared: int) -> bool:
+    """Whether every hook ran as often as in a fresh load, but for those that a receipt calls spared.
+
+    A spared hook does not call the hooks of its own strategy objects either.
+
+    Args:
+        ran: how often each hook ran.
+        fresh: the same in a fresh load.
+        spared: what the receipt says.
+    """
+    within = all(count <= fresh.get(name, 0) for name, count in ran.items())
+    absent = sum(fresh.values()) - sum(ran.values())
+    return within and (absent >= spared if spared else absent == 0)
