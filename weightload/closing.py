@@ -59,9 +59,10 @@ def make_receipt(
     skipped: Collection[str] = ()
     if quick is not None:
         counts += quick.counts()
-        if quick.complete and scope.is_full:
-            consumed = quick.part.consumed
-            skipped = intake.seen.keys() - quick.part.needed
+        others = intake.seen.keys() - quick.part.needed
+        new = any(intake.seen[name].consumed for name in others)
+        if quick.complete and scope.is_full and not new:
+            consumed, skipped = quick.part.consumed, others
     if consumed is None:
         skipped = [name for name, fact in seen if not fact.consumed]
     return Receipt(

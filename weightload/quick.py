@@ -127,7 +127,8 @@ class Quick:
             or (intake.wanted is not None and name not in intake.wanted)
         ):
             return None
-        self._mark_dirty()
+        if route.copies:
+            self._mark_dirty()
         intake.take(name, None, route.fact, route.nbytes)
         tensors, addresses = body.tensors, body.addresses
         runs = self.part.runs.get(name) if self._on_host else None
@@ -151,10 +152,13 @@ class Quick:
             found[name] = route
         runs, do, tell = self._runs, self._do, self.tell
         addresses, intake = self.body.addresses, self._intake
-        self._mark_dirty()
+        dirty = False
         for at, ((name, tensor), route) in enumerate(zip(pairs, found.values(), strict=True)):
             mine = runs.get(name)
             if mine is not None and tensor.is_cpu:
+                if mine and not dirty:
+                    self._mark_dirty()
+                    dirty = True
                 intake.current = name
                 intake.seen[name] = route.fact
                 intake.nbytes += route.nbytes
@@ -244,7 +248,8 @@ class Quick:
         """Take one tensor to its places; return whether that was done."""
         runs = self._runs.get(name)
         if runs is not None and tensor.is_cpu:
-            self._mark_dirty()
+            if runs:
+                self._mark_dirty()
             intake = self._intake
             intake.current = name
             intake.seen[name] = route.fact
@@ -260,7 +265,8 @@ class Quick:
                 self._between()
             return True
         intake, body = self._intake, self.body
-        self._mark_dirty()
+        if route.copies:
+            self._mark_dirty()
         intake.take(name, tensor, route.fact, route.nbytes)
         if route.casts:
             intake.casts.add(name)

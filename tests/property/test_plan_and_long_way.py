@@ -25,6 +25,9 @@ SAID = (
 """What a receipt says on both ways; what else it says is how long or by which memory it went."""
 
 
+OF_HOOKS = ("hook fails", "hook fails half way", "hook misfits")
+
+
 @attrs.define(eq=False)
 class Watched(Subject):
     """Keeps the session of its last load."""
@@ -43,6 +46,11 @@ def said(session):
         return session.state
     cause = re.sub(r"[Ss]ession \d+", "session N", receipt.cause or "")
     return {"cause": cause, **{name: getattr(receipt, name) for name in SAID}}
+
+
+def spares(session):
+    """Whether hooks did not run because they do the same whatever is loaded."""
+    return session.receipt is not None and session.receipt.hooks_spared > 0
 
 
 def tensors(model):
@@ -68,6 +76,8 @@ def test_both_ways_come_to_the_same(data):
             mine = copy.deepcopy(load)
             mine.options["plans"] = plans
             outcomes[plans], _ = run_load(subject, mine)
+        if load.fault in OF_HOOKS and spares(ways[True].session_of_last):
+            return  # what does not run cannot fail, or another one fails; the two models differ now
         assert outcomes[True] == outcomes[False]
         assert said(ways[True].session_of_last) == said(one.session_of_last)
         if one.poisoned:
