@@ -294,3 +294,31 @@ def test_loads_of_a_part_and_loads_by_a_plan_go_together():
     with bench.session(plans=True, scope=Scope.only(list(part))) as session:
         session.load(part)
     bench.reload(bench.state(5), plans=True)
+
+
+@pytest.mark.parametrize("plans", [False, True])
+def test_an_empty_source_writes_nothing(plans):
+    """What is refused after it leaves the model as it was."""
+    bench = Bench(TOYS["bare copies"])
+    for seed in (2, 3):
+        bench.reload(bench.state(seed), plans=plans)
+    wrong = {name: tensor[:1] for name, tensor in bench.state(4).items()}
+    session = bench.open(plans=plans)
+    session.load({})
+    with pytest.raises(WeightMismatchError) as caught:
+        session.load(wrong)
+    assert caught.value.model_intact
+    bench.check_ended(session, caught.value)
+
+
+@pytest.mark.parametrize("plans", [False, True])
+def test_a_name_that_is_new_to_the_plan_counts_as_consumed(plans):
+    bench = Bench(
+        lambda: LoadingModel(layers.Linear(), layers.DefaultScaleLinear(), layers.RepackedLinear())
+    )
+    for seed in (2, 3):
+        bench.reload(bench.state(seed), plans=plans)
+    state = {**bench.state(4), "layers.1.scale": torch.full((1,), 3.0)}
+    receipt = bench.reload(state, plans=plans).receipt
+    assert receipt.consumed.count == len(state)
+    assert receipt.skipped.count == 0

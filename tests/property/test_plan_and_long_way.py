@@ -48,6 +48,11 @@ def said(session):
     return {"cause": cause, **{name: getattr(receipt, name) for name in SAID}}
 
 
+def excused(one, load):
+    """Whether a load was refused for what nobody could know before: a name that came late."""
+    return one["cause"].partition(":")[0] in {error.__name__ for error in load.excuses}
+
+
 def spares(session):
     """Whether hooks did not run because they do the same whatever is loaded."""
     return session.receipt is not None and session.receipt.hooks_spared > 0
@@ -82,7 +87,13 @@ def test_both_ways_come_to_the_same(data):
             if late or load.fault in OF_HOOKS:
                 return  # the two models differ now
         assert outcomes[True] == outcomes[False]
-        assert said(ways[True].session_of_last) == said(one.session_of_last)
+        told = [said(subject.session_of_last) for subject in ways.values()]
+        if all(isinstance(way, dict) and excused(way, load) for way in told):
+            for one_way in told:  # a loader that is asked later finds other things gone
+                del one_way["cause"]
+                for names in ("unexpected", "duplicate"):
+                    del one_way[names]
+        assert told[0] == told[1]
         if one.poisoned:
             continue
         for (name, left), (other, right) in zip(
