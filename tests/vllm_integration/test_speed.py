@@ -14,7 +14,7 @@ import pytest
 pytestmark = pytest.mark.vllm
 
 ROOT = Path(__file__).parents[2]
-ROWS = ("C1", "C2", "C5")
+ROWS = ("C2", "C5")
 """The rows that small shapes can judge while other tests run. On the others the fixed cost of a session
 counts for too much there, or the bound is too near; `make bench` judges them on their own shapes."""
 
