@@ -202,15 +202,12 @@ class Board:
             ]
         order = list(Role)
         hooks.sort(key=lambda hook: order.index(hook.rule.role))
-        last = [hook for hook in self.hooks if hook.name == "" and hook.last]
         rule = self.framework.model_rule(modules[""]) if "" in modules else None
         if rule is not None:
-            last = [Hook(name="", module=modules[""], rule=rule, last=True)]
-            hooks += last
+            hooks.append(Hook(name="", module=modules[""], rule=rule, last=True))
         self._refuse_unrecorded(hooks)
-        self.hooks += [hook for hook in hooks if not hook.last]
+        self.hooks += hooks
         self.hooks.sort(key=lambda hook: (hook.last, order.index(hook.rule.role)))
-        self.hooks = [hook for hook in self.hooks if not hook.last] + last
         return hooks
 
     def _watch_rebound(self) -> None:
@@ -544,10 +541,7 @@ class Board:
             if now is not None and now.is_meta and mark.device.type != "meta":
                 problems.append(f"{name}: it is on the meta device")
         if problems:
-            raise StorageChangedError(
-                f"Live tensors changed during the load: {name_some(problems)}. Captured graphs "
-                f"and kernels that know the old ones are stale; start the engine again."
-            )
+            raise StorageChangedError.during_load(problems)
 
     def compare(self) -> None:
         """Compare live tensors with what was sent, if that was asked for.

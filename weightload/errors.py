@@ -188,6 +188,14 @@ class ProcessingError(ModelError):
 class StorageChangedError(ModelError):
     """A live tensor could not keep its storage, shape, stride, dtype or device."""
 
+    @classmethod
+    def during_load(cls, problems: list[str]) -> StorageChangedError:
+        """Make the error that names live tensors which are not what they were, and why."""
+        return cls(
+            f"Live tensors changed during the load: {name_some(problems)}. Captured graphs and "
+            f"kernels that know the old ones are stale; start the engine again."
+        )
+
 
 class VerificationError(ModelError):
     """Live tensors do not hold what was sent, or ranks that must agree do not."""

@@ -23,8 +23,8 @@ def find_part(
 ) -> Part:
     """Return the part of a model that has to be prepared for every load.
 
-    A unit is left out if its hooks have shown, first when the model was made and again in this load
-    of other weights, that they have nothing to do with what is loaded: they used no tensor that
+    A unit is left out if its hooks have shown, first when the model was made and again in this load,
+    that they have nothing to do with what is loaded: they used no tensor that
     anything arrived in and none that another hook made, and all that they put back, renewed or
     overwrote was the same as before, value for value.
 

@@ -82,9 +82,13 @@ class Quick:
     @property
     def complete(self) -> bool:
         """Whether every name came that fills something."""
+        return self._needed <= self._intake.seen.keys()
+
+    @property
+    def _needed(self) -> frozenset[str]:
+        """The names that this load has to bring."""
         wanted = self._intake.wanted
-        needed = self.part.needed if wanted is None else self.part.needed & wanted
-        return needed <= self._intake.seen.keys()
+        return self.part.needed if wanted is None else self.part.needed & wanted
 
     def expects(self, forms: Mapping[str, Any], *, complete: bool) -> bool:
         """Whether all names, shapes and types are as they were recorded, and none has come yet.
@@ -103,10 +107,7 @@ class Quick:
                 or (wanted is not None and name not in wanted)
             ):
                 return False
-        if not complete:
-            return True
-        needed = self.part.needed if wanted is None else self.part.needed & wanted
-        return needed <= forms.keys() | seen.keys()
+        return not complete or self._needed <= forms.keys() | seen.keys()
 
     def reserve(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> list[Place] | None:
         """Note that a tensor has come, and return where its parts have to be put at once.

@@ -174,6 +174,7 @@ class Recorded:
         loaders: for each tensor that is written its own loader at that time.
         part: which part of the model needs more than copies; ``None`` as long as nobody has looked.
         pool: memory that its loads stage in.
+        routes: what has to be done for each name that was asked for so far.
     """
 
     plan: Plan

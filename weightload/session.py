@@ -27,7 +27,6 @@ from weightload.errors import (
     UnsupportedError,
     UsageError,
     WeightLoadError,
-    name_some,
 )
 from weightload.express import Express
 from weightload.family import Draft, Family
@@ -946,14 +945,11 @@ class WeightLoadSession:
                 self._framework.after_processing(self.model)
         with self._progress.timed("verify"), collector.paused():
             changes = quick.body.changes()
+            if changes:
+                raise StorageChangedError.during_load(changes)
             quick.compare()
             if self._board is not None:
                 self._board.compare()
-        if changes:
-            raise StorageChangedError(
-                f"Live tensors changed during the load: {name_some(changes)}. Captured graphs "
-                f"and kernels that know the old ones are stale; start the engine again."
-            )
 
     def _announce(self) -> None:
         """Record the version and tell it to everybody, whatever one of them raises."""

@@ -154,11 +154,13 @@ class _Settings:
         sizes = _sizes(dicts)
         if sizes == self.sizes:
             return True
-        changed = [
-            at for at, (one, two) in enumerate(zip(sizes, self.sizes, strict=True)) if one != two
-        ]
+        changed = {
+            at: None
+            for at, (one, two) in enumerate(zip(sizes, self.sizes, strict=True))
+            if one != two
+        }
         now = _Settings.of([dicts[at] for at in changed], [self.others[at] for at in changed])
-        then = [one for one in (*self.containers, *self.tensors) if one.place in set(changed)]
+        then = [one for one in (*self.containers, *self.tensors) if one.place in changed]
         if now.values != [self.values[at] for at in changed] or len(then) != len(
             [*now.containers, *now.tensors]
         ):
@@ -261,7 +263,7 @@ class Body:
         """Name what is not what it was at :meth:`hold`; only parameters and buffers are looked at."""
         now = self.skeleton.tensors_now(self._dicts)
         if now is None:
-            return ["a parameter or buffer was replaced"]
+            return self._replaced()
         _, facts = _facts_of(now)
         if facts == self._facts:
             return []
@@ -271,6 +273,25 @@ class Body:
                 if one != two:
                     problems.append(f"{name}: its {what} was {one} and is {two}")
         return problems
+
+    def _replaced(self) -> list[str]:
+        """Name the places that hold another tensor, none, or one that was not there."""
+        before = dict(zip(self.skeleton.tensor_names, self.tensors, strict=True))
+        now = {
+            join(path, key): tensor
+            for path, mine in zip(self.modules, self._dicts, strict=True)
+            for section in SECTIONS
+            for key, tensor in mine[section].items()
+            if tensor is not None
+        }
+        gone = [f"{name}: it is gone" for name in before if name not in now]
+        added = [f"{name}: it was not there" for name in now if name not in before]
+        other = [
+            f"{name}: it is another tensor"
+            for name, tensor in before.items()
+            if name in now and now[name] is not tensor
+        ]
+        return other + gone + added or ["the order of parameters or buffers"]
 
 
 @attrs.frozen(eq=False, repr=False)

@@ -14,6 +14,7 @@ from weightload import (
     DuplicateWeightError,
     IncompleteLoadError,
     Scope,
+    StorageChangedError,
     UnexpectedWeightError,
     WeightLoadSession,
     WeightMismatchError,
@@ -322,3 +323,16 @@ def test_a_name_that_is_new_to_the_plan_counts_as_consumed(plans):
     receipt = bench.reload(state, plans=plans).receipt
     assert receipt.consumed.count == len(state)
     assert receipt.skipped.count == 0
+
+
+def test_a_tensor_that_is_replaced_during_a_quick_load_is_named():
+    """Nothing but the place of a live tensor tells that graphs compute with another one."""
+    bench = Bench(TOYS["plain"])
+    bench.reload(bench.state(2))
+    bench.reload(bench.state(3))
+    session = bench.open(plans=True)
+    session.load(bench.state(4))
+    path, module = next((n, m) for n, m in bench.model.named_modules() if "weight" in m._parameters)
+    module.weight = torch.nn.Parameter(module.weight.detach().clone(), requires_grad=False)
+    with pytest.raises(StorageChangedError, match=rf"{path}\.weight: it is another tensor"):
+        session.finish()

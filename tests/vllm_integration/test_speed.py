@@ -19,7 +19,7 @@ ROWS = ("C2", "C5")
 counts for too much there, or the bound is too near; `make bench` judges them on their own shapes."""
 
 
-def test_every_ratio_that_must_hold_holds_on_small_shapes():
+def test_what_must_hold_holds_where_small_shapes_can_judge():
     """The quick check of the benchmark ends without complaint, and has measured what it should."""
     ended = subprocess.run(
         [sys.executable, "-m", "benchmarks.run", "--smoke", "--only", *ROWS],
