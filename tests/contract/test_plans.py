@@ -328,8 +328,8 @@ def test_a_name_that_is_new_to_the_plan_counts_as_consumed(plans):
 def test_a_tensor_that_is_replaced_during_a_quick_load_is_named():
     """Nothing but the place of a live tensor tells that graphs compute with another one."""
     bench = Bench(TOYS["plain"])
-    bench.reload(bench.state(2))
-    bench.reload(bench.state(3))
+    bench.reload(bench.state(2), plans=True)
+    bench.reload(bench.state(3), plans=True)
     session = bench.open(plans=True)
     session.load(bench.state(4))
     path, module = next((n, m) for n, m in bench.model.named_modules() if "weight" in m._parameters)
