@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from weightload.entries import Entry, Load, Staging
+from weightload.entries import Entry, Load
 from weightload.errors import (
     DuplicateWeightError,
     UnexpectedWeightError,
@@ -21,6 +21,7 @@ from weightload.ledger import Region, full_region, meet, without
 from weightload.observer import Watched, WriteObserver
 from weightload.pool import Pool
 from weightload.record import StagedSlot, make_record, slots_of
+from weightload.staging import Staging
 from weightload.storage import TensorSpec, inner_tensors, select, storage_key
 
 __all__ = ["Arrivals"]
@@ -38,7 +39,8 @@ class Arrivals:
         self._load = load
         self._by_watched: dict[int, Entry] = {}
         self._closed: dict[int, Entry] = {}
-        self._live: dict[int, tuple[str, Unit]] = {}
+        self._live: dict[int, tuple[str, Unit, Watched]] = {}
+        self._hosting: dict[int, tuple[str, Unit]] = {}
         self._alone: dict[int, Entry] = {}
         self._ready: dict[int, Unit] = {}
         self._trial: Intake | None = None
@@ -68,9 +70,12 @@ class Arrivals:
             for part in inner_tensors(tensor).values() or (tensor,):
                 key = storage_key(part)
                 if key is not None and not self.observer.knows(key):
-                    watched = self.observer.watch(part)
-                    if watched is not None:
-                        self._live[watched.storage] = (name, unit)
+                    self._guard(part, name, unit)
+
+    def _guard(self, tensor: torch.Tensor, name: str, unit: Unit) -> None:
+        watched = self.observer.watch(tensor)
+        if watched is not None:
+            self._live[watched.storage] = (name, unit, watched)
 
     def end(self, entry: Entry) -> None:
         """Refuse all further writes to the tensor of ``entry``, whose unit is done."""
@@ -80,6 +85,10 @@ class Arrivals:
             self.observer.forget(entry.watched)
             entry.watched = None
         self._close(entry.tensor, entry)
+        if entry.staging is not None and entry.staging.hosted and entry.staging.host is not None:
+            owner = self._hosting.pop(id(entry.staging), None)
+            if owner is not None:
+                self._guard(entry.staging.host, *owner)
 
     def _close(self, tensor: torch.Tensor, entry: Entry) -> None:
         left = self.observer.watch(tensor)
@@ -100,8 +109,15 @@ class Arrivals:
                 self.end(entry)
 
     def stage(self, staging: Staging, pool: Pool) -> None:
-        """Give twins memory of a pool before the first copy to them, which no loader has made."""
-        self._load.grow(staging.allocate_from(pool))
+        """Give twins memory before the first copy to them, which no loader has made.
+
+        That is memory of the live tensor, if it may be, and of a pool otherwise.
+        """
+        if staging.host is not None and self._load.area.hosts(staging):
+            self._load.mark_dirty()
+            self._host(staging, staging.host)
+        else:
+            self._load.area.allocate_from(staging, pool)
         for twin in staging.twins:
             entry = self._load.by_tensor.get(id(twin))
             if entry is not None and entry.watched is not None:
@@ -109,6 +125,17 @@ class Arrivals:
                 self._by_watched.pop(id(entry.watched), None)
                 self.observer.forget(entry.watched)
                 self.watch(entry)
+
+    def _host(self, staging: Staging, host: torch.Tensor) -> None:
+        """Let twins have the memory of a live tensor; who reads or writes it finds the new value."""
+        key = storage_key(host) or 0
+        self._load.stale.pop(key, None)
+        guard = self._live.pop(key, None)
+        if guard is not None:
+            name, unit, watched = guard
+            self.observer.forget(watched)
+            self._hosting[id(staging)] = name, unit
+        staging.allocate_in(host)
 
     def before_touch(self, storage: int) -> None:
         """Give a twin its memory before the first operation on it."""
@@ -130,9 +157,9 @@ class Arrivals:
 
     def _refuse_live(self, storage: int, *, write: bool) -> None:
         """Refuse to touch a live tensor whose new value is, or was, staged."""
-        parameter, unit = self._live.get(storage, (None, None))
-        if parameter is None or unit is None:
+        if storage not in self._live:
             return
+        parameter, unit, _ = self._live[storage]
         if write and unit.committed:
             raise self._too_late(parameter)
         if write:

@@ -9,7 +9,7 @@ afterwards must be somewhere.
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -17,20 +17,43 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from weightload.storage import storage_key
+from weightload.pool import Pool
+from weightload.storage import look_of, storage_key
 
 __all__ = ["Births"]
 
+_ROOMS = frozenset(
+    (
+        torch.ops.aten.empty.memory_format,
+        torch.ops.aten.empty_like.default,
+        torch.ops.aten.empty_strided.default,
+        torch.ops.aten.new_empty.default,
+    )
+)
+"""Operations that give a tensor whose values are arbitrary."""
+_WORTH = 1 << 20
+"""Bytes from which on it takes longer to clear new memory than to look for some that was used."""
 _FIRST_SEEN = ("aten::lift_fresh", "aten::lift_fresh_copy")
 """Operations whose argument nobody has seen before: what ``torch.tensor`` made of numbers."""
 
 
 class Births(TorchDispatchMode):
-    """Notes the storage of every tensor that operations make while it is entered."""
+    """Notes the storage of every tensor that operations make while it is entered.
+
+    Attributes:
+        pool: where large tensors on a CPU, that a hook makes to write into, get their memory from;
+            other devices have such a pool of their own.
+        rooms: the storage key of each tensor that the present hook made to write into.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.pool: Pool | None = None
+        self.rooms: list[int | None] = []
+        self._landings: Mapping[int, torch.Tensor] = {}
+        self._land: Callable[[torch.Tensor], None] | None = None
         self._made: dict[int, tuple[StorageWeakRef, str]] = {}
+        self._lent: list[torch.UntypedStorage] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -38,6 +61,8 @@ class Births(TorchDispatchMode):
         """Run one operation and look at what it returns."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if func in _ROOMS:
+            self._place(result)
         known = () if func._schema.name in _FIRST_SEEN else _keys((args, kwargs))
         for tensor in tree_leaves(result):
             key = storage_key(tensor) if isinstance(tensor, torch.Tensor) else None
@@ -46,6 +71,46 @@ class Births(TorchDispatchMode):
                 text = f"shape {tuple(tensor.shape)}, {tensor.dtype}"
                 self._made[key] = StorageWeakRef(tensor.untyped_storage()), text
         return result
+
+    def begin(
+        self,
+        landings: Mapping[int, torch.Tensor] | None = None,
+        land: Callable[[torch.Tensor], None] | None = None,
+    ) -> None:
+        """Get ready for the next hook.
+
+        Args:
+            landings: live tensors whose new values the hook is known to write into tensors that it
+                makes for that, by the place of these in :attr:`rooms`. It gets the memory of the
+                live ones at once.
+            land: called with a live tensor before its memory is given away.
+        """
+        self.rooms, self._landings, self._land = [], landings or {}, land
+
+    def _place(self, tensor: torch.Tensor) -> None:
+        """Say where a tensor has its memory that was just made, and has no pages yet."""
+        live = self._landings.get(len(self.rooms))
+        if live is not None and self._land is not None and look_of(tensor) == look_of(live):
+            self._land(live)
+            tensor.set_(live.untyped_storage(), 0, tensor.shape, tensor.stride())
+        elif self.pool is not None:
+            self._lend(tensor, self.pool)
+        self.rooms.append(storage_key(tensor))
+
+    def _lend(self, tensor: torch.Tensor, pool: Pool) -> None:
+        """Give a tensor memory that was used before."""
+        nbytes = tensor.untyped_storage().nbytes()
+        if tensor.device.type != "cpu" or nbytes < _WORTH:
+            return
+        self.give_back()
+        block = pool.take(nbytes, tensor.device)
+        tensor.set_(block, tensor.storage_offset(), tensor.shape, tensor.stride())
+        self._lent.append(block)
+
+    def give_back(self) -> None:
+        """Give back to the pool what the hook has let go of."""
+        if self.pool is not None:
+            self._lent = [block for block in self._lent if not self.pool.give(block)]
 
     @property
     def keys(self) -> set[int]:

@@ -10,7 +10,7 @@ from torch import nn
 
 from weightload.arrivals import Arrivals
 from weightload.completeness import Completeness
-from weightload.entries import Counts, Entry, Load, Staging, join
+from weightload.entries import Counts, Entry, Load, join
 from weightload.errors import StorageChangedError, UnsupportedError, name_some
 from weightload.express import Express
 from weightload.framework import Framework
@@ -19,7 +19,7 @@ from weightload.layer import Hook, Unit
 from weightload.learning import Learning
 from weightload.ledger import Region, RegionLedger, full_region, meet, without
 from weightload.partial import gaps_outside, names_of, select_units
-from weightload.parts import find_part
+from weightload.parts import find_memory, find_part
 from weightload.rebound import ReboundAttributes
 from weightload.record import (
     ModuleRecord,
@@ -37,6 +37,7 @@ from weightload.recorded import Recorded
 from weightload.registry import Role
 from weightload.scope import Scope
 from weightload.scribe import Scribe
+from weightload.staging import Area, Staging
 from weightload.storage import Fingerprint, TensorSpec, new_group, select, storage_key
 from weightload.units import build_units
 
@@ -71,6 +72,7 @@ class Board:
         atomic: bool,
         scope: Scope,
         strict: bool,
+        area: Area | None = None,
     ) -> None:
         self._load = Load(
             framework=framework,
@@ -81,6 +83,7 @@ class Board:
             scope=scope,
             strict=strict,
             mark_dirty=mark_dirty,
+            area=area or Area(),
         )
         self.framework = framework
         self.modules = modules
@@ -116,7 +119,29 @@ class Board:
 
     def express(self, recorded: Recorded) -> Express:
         """Return the short way of a plan that holds now."""
+        for unit in self.units:
+            unit.births.pool = recorded.pool
+        if not self._load.atomic:
+            self._use_live_memory(recorded)
         return Express(self._load, self.arrivals, recorded)
+
+    def _use_live_memory(self, recorded: Recorded) -> None:
+        """Stage and process in live memory what is known to end there."""
+        for entry in self._load.entries:
+            staging, (module, section, name) = entry.staging, entry.slots[0]
+            settles = recorded.hosts.get(entry.names[0])
+            if staging is not None and not staging.allocated and settles is not None:
+                if not self._members[id(module)].staged:
+                    continue  # it is done
+                staging.host = self._members[id(module)].live_tensor(module, section, name)
+                staging.settles = settles
+        for hook in self.hooks:
+            landings = recorded.landings.get((hook.name, hook.rule.role), {})
+            hook.landings = {
+                at: (self.modules[path], section, name)
+                for at, (path, section, name) in landings.items()
+                if path in self.modules
+            }
 
     def recorded(self, model: nn.Module) -> Recorded | None:
         """Return the plan of this load, which has finished, if it was recorded."""
@@ -133,6 +158,7 @@ class Board:
         if self._load.judging and recorded.part is None:
             entries = {name: entry for entry in self._load.entries for name in entry.names}
             recorded.part = find_part(self.units, self._members, self._load, recorded, entries)
+            recorded.hosts, recorded.landings = find_memory(self.units, self._load)
 
     # ------------------------------------------------------------------ opening
 
@@ -172,6 +198,7 @@ class Board:
         self.units += units
         placed: dict[tuple[int, str, str], tuple[torch.Tensor, Staging]] = {}
         for unit in units:
+            unit.area = self._load.area
             if not self._load.initial or unit.changes or unit.slots:
                 unit.fresh = self._load.initial and not unit.changes
                 placed.update(unit.park())
@@ -458,7 +485,7 @@ class Board:
         """Put the live state of ``unit`` back, of which nothing has arrived."""
         for hook in unit.hooks:
             hook.attempted = hook.done = True
-        self._load.grow(-unit.restore())
+        unit.restore()
         unit.committed = True
         self._no_longer_stale(unit)
         for entry in unit.entries:
@@ -466,7 +493,7 @@ class Board:
 
     def plan(self, unit: Unit) -> None:
         """Work out the commit of ``unit``; changes nothing."""
-        self._load.grow(unit.allocate())
+        unit.allocate()
         if not unit.fresh:
             unit.plan_commit()
             doing = f"Processing module {unit.name!r}"
@@ -511,7 +538,7 @@ class Board:
     def release(self, unit: Unit) -> None:
         """End the staging of a committed ``unit`` and close its tensors to further writes."""
         entries = [entry for entry in unit.entries if entry.staging is not None]
-        self._load.grow(-unit.release())
+        unit.release()
         self._load.counts.layers_staged += 1
         self._no_longer_stale(unit)
         for entry in entries:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import attrs
@@ -14,16 +14,16 @@ from weightload.framework import Framework
 from weightload.intake import Intake
 from weightload.ledger import Region, RegionLedger, meet
 from weightload.observer import Watched
-from weightload.pool import Pool
 from weightload.record import SharedRegions, Slot, record_of, slots_of
 from weightload.scope import Scope
 from weightload.scribe import Scribe
-from weightload.storage import TensorSpec, select
+from weightload.staging import Area, Staging
+from weightload.storage import TensorSpec
 
 if TYPE_CHECKING:
     from weightload.layer import Unit
 
-__all__ = ["Counts", "Entry", "Load", "Staging", "join", "missing_part"]
+__all__ = ["Counts", "Entry", "Load", "join", "missing_part"]
 
 
 @attrs.define(kw_only=True, eq=False, repr=False)
@@ -81,84 +81,6 @@ class Entry:
         return self.ledger.complete(self.gaps or ())
 
 
-@attrs.define(kw_only=True, eq=False, repr=False)
-class Staging:
-    """Memory for the twins of one storage, allocated when something first touches them.
-
-    Attributes:
-        storage: the storage of the twins; of zero bytes until it is allocated.
-        nbytes: size that it gets.
-        twins: the tensors that look into it.
-        seeds: twin, region and value of what no checkpoint brings.
-        pool: where the memory is from, if not from the system.
-    """
-
-    storage: torch.UntypedStorage
-    nbytes: int
-    pool: Pool | None = None
-    twins: list[torch.Tensor] = attrs.field(factory=list)
-    seeds: list[tuple[torch.Tensor, Region, torch.Tensor]] = attrs.field(factory=list)
-    allocated: bool = False
-
-    def allocate(self) -> int:
-        """Give the twins their memory and the seeds; return how many bytes were added."""
-        if self.allocated:
-            return 0
-        self.storage.resize_(self.nbytes)
-        return self._allocated()
-
-    def allocate_from(self, pool: Pool) -> int:
-        """Give the twins memory of a pool, which changes their storage; return how many bytes.
-
-        Only while nobody can have a view of a twin.
-        """
-        if self.allocated:
-            return 0
-        self.pool = pool
-        self.storage = pool.take(self.nbytes, self.storage.device)
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            for twin in self.twins:
-                twin.set_(self.storage, twin.storage_offset(), twin.shape, twin.stride())
-        return self._allocated()
-
-    def _allocated(self) -> int:
-        self.allocated = True
-        with torch.no_grad():
-            for twin, region, value in self.seeds:
-                select(twin, region).copy_(value)
-        return self.nbytes
-
-    @property
-    def _ours_alone(self) -> bool:
-        """Whether nobody but the twins and this object knows the memory."""
-        holders = getattr(torch._C, "_storage_Use_Count", None)
-        if holders is None or not self.allocated:
-            return False
-        return bool(holders(self.storage._cdata) <= 1 + len(self.twins))
-
-    def release(self, keep: Collection[int] = ()) -> int:
-        """Take the memory away from the twins; return how many bytes were given back.
-
-        ``keep`` are ids of twins that have become live.
-
-        What else looks into the storage (a view that a hook kept) keeps it alive. A loader that
-        still holds a twin finds no memory, and the observer refuses a write to it.
-        """
-        if self.pool is None and not keep and self._ours_alone:
-            # Nothing is allocated here, so that the heap is not fragmented from layer to layer.
-            self.storage.resize_(0)
-            self.allocated = False
-            return self.nbytes
-        for twin in self.twins:
-            if id(twin) not in keep:
-                twin.data = torch.empty(0, dtype=twin.dtype, device=twin.device)
-        given = self.nbytes if self.allocated else 0
-        self.allocated = False
-        if self.pool is not None:
-            self.pool.give(self.storage)
-        return given
-
-
 @attrs.define
 class Counts:
     """Numbers for the receipt."""
@@ -201,6 +123,7 @@ class Load:
         stagings: the memory behind the twins, by storage key.
         scribe: records what loaders do; ``None`` if that is known.
         judging: whether to look which hooks do the same whatever is loaded.
+        area: gives memory to what is staged.
         arriving: whether more may come; what has not arrived by the end may stay away.
         counts: numbers for the receipt.
     """
@@ -221,8 +144,8 @@ class Load:
     scribe: Scribe | None = None
     judging: bool = False
     arriving: bool = True
+    area: Area = attrs.field(factory=Area)
     counts: Counts = attrs.field(factory=Counts)
-    _staged_bytes: int = 0
 
     @property
     def partial(self) -> bool:
@@ -256,16 +179,12 @@ class Load:
         """Give a twin its memory before the first operation on it."""
         staging = self.stagings.get(storage)
         if staging is not None:
-            self.grow(staging.allocate())
-
-    def grow(self, nbytes: int) -> None:
-        """Note that staging grew, or shrank, by so many bytes."""
-        self._staged_bytes += nbytes
-        self.counts.staging_peak_bytes = max(self.counts.staging_peak_bytes, self._staged_bytes)
+            self.area.allocate(staging)
 
     def close(self) -> None:
         """Let go of the model."""
         loaded = [entry for entry in self.entries if entry.ledger.touched]
+        self.counts.staging_peak_bytes = self.area.peak
         in_place = {id(entry.slots[0][0]) for entry in loaded if entry.staging is None}
         self.counts.layers_in_place = len(in_place)
         self.counts.tensors_staged = sum(entry.staging is not None for entry in loaded)

@@ -22,6 +22,7 @@
     ├── EngineLostError             a process of the engine has ended
     ├── FleetError                  not every engine of a fleet has the new weights
     ├── TransportError              what came is not what was sent, or nothing came in time
+    ├── StagingBudgetError          what waits to be complete would take too much memory
     └── UnsupportedError            refused before any write
 
 Exceptions that a *source* raises while it yields tensors are not wrapped: they reach the caller
@@ -49,6 +50,7 @@ __all__ = [
     "ModelPoisonedError",
     "ProcessingError",
     "SessionMisnestedError",
+    "StagingBudgetError",
     "StorageChangedError",
     "TransportError",
     "UnclassifiedModuleError",
@@ -219,6 +221,10 @@ class FleetError(WeightLoadError):
 
 class TransportError(WeightLoadError):
     """What came over a transport is not what was sent, or the other side did not answer in time."""
+
+
+class StagingBudgetError(WeightLoadError):
+    """What waits to be complete would take more memory than the caller allows."""
 
 
 class UnsupportedError(WeightLoadError):

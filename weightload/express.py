@@ -125,27 +125,29 @@ class Express:
                 return None
         intake.take(name, None, route.fact, route.nbytes)
         found, load, guard = [], self._load, unwatched()
-        for copy, entry in zip(route.copies, entries, strict=True):
-            watched = entry.watched
-            if entry.staging is None:
-                load.mark_dirty()
-            elif not entry.staging.allocated:
-                self._arrivals.stage(entry.staging, self.recorded.pool)
-                watched = entry.watched
-            address = 0
-            if watched is not None:
-                address = watched.hold.data_ptr() + watched.base_offset * dtype.itemsize
-            found.append(copy.reserve(entry.tensor, address))
-            self._note(name, copy, entry)
-        del guard
+        try:
+            for copy, entry in zip(route.copies, entries, strict=True):
+                if entry.staging is None:
+                    load.mark_dirty()
+                elif not entry.staging.allocated:
+                    self._arrivals.stage(entry.staging, self.recorded.pool)
+                watched, address = entry.watched, 0
+                if watched is not None:
+                    address = watched.hold.data_ptr() + watched.base_offset * dtype.itemsize
+                found.append(copy.reserve(entry.tensor, address))
+                self._note(name, copy, entry)
+        finally:
+            del guard
         return found
 
     def flush(self) -> None:
         """Do what waits to be copied on a device."""
         if self._batch:
             guard = unwatched()
-            self._batch.flush()
-            del guard
+            try:
+                self._batch.flush()
+            finally:
+                del guard
 
     def enter(self, names: Iterable[str], sent: Iterable[tuple[Copy, int]]) -> None:
         """Note what has been taken to its places before the board was opened.
@@ -179,28 +181,29 @@ class Express:
         return checked
 
     def _do(self, name: str, copy: Copy, entry: Entry, tensor: torch.Tensor) -> None:
-        load, watched, guard = self._load, entry.watched, unwatched()  # what is known
-        if entry.staging is None:
-            load.mark_dirty()
-        elif not entry.staging.allocated:
-            self._arrivals.stage(entry.staging, self.recorded.pool)
-            watched = entry.watched
-        verification = load.intake.verification
-        if verification is not None and not entry.packed:
-            target = copy.target(entry.tensor)
-            verification.note(entry, copy.region, target, copy.source(tensor))
-        if (
-            copy.start is not None
-            and tensor.is_cpu
-            and (copy.nbytes < LARGE or not self._threads)
-            and watched is not None
-            and watched.hold.device.type == "cpu"
-        ):
-            first = watched.hold.data_ptr() + watched.base_offset * tensor.itemsize
-            move(first + copy.to, tensor.data_ptr() + copy.start, copy.nbytes)
-        else:
-            copy.carry_out(entry.tensor, tensor, self._batch)
-        del guard
+        load, guard = self._load, unwatched()  # what is known
+        try:
+            if entry.staging is None:
+                load.mark_dirty()
+            elif not entry.staging.allocated:
+                self._arrivals.stage(entry.staging, self.recorded.pool)
+            watched, verification = entry.watched, load.intake.verification
+            if verification is not None and not entry.packed:
+                target = copy.target(entry.tensor)
+                verification.note(entry, copy.region, target, copy.source(tensor))
+            if (
+                copy.start is not None
+                and tensor.is_cpu
+                and (copy.nbytes < LARGE or not self._threads)
+                and watched is not None
+                and watched.hold.device.type == "cpu"
+            ):
+                first = watched.hold.data_ptr() + watched.base_offset * tensor.itemsize
+                move(first + copy.to, tensor.data_ptr() + copy.start, copy.nbytes)
+            else:
+                copy.carry_out(entry.tensor, tensor, self._batch)
+        finally:
+            del guard
         self._note(name, copy, entry)
 
     def _note(self, name: str, copy: Copy, entry: Entry) -> None:

@@ -16,19 +16,21 @@ from torch import nn
 
 from weightload.births import Births
 from weightload.commit import CommitCount, CommitPlan, plan_commit
-from weightload.entries import Entry, Staging, join
+from weightload.entries import Entry, join
 from weightload.errors import ProcessingError, StorageChangedError, name_some
 from weightload.record import (
     SECTIONS,
     Change,
     ObjectState,
+    Slot,
     StagedSlot,
     make_record,
     record_of,
     slots_of,
 )
 from weightload.registry import ModuleRule
-from weightload.storage import make_twins
+from weightload.staging import Area, Staging
+from weightload.storage import inner_tensors, look_of, make_twins, storage_key
 
 __all__ = ["Hook", "Unit"]
 
@@ -48,6 +50,8 @@ class Hook:
         used: by storage key, the tensors that it used in this session, if somebody looks, without
             what it made itself and attributes of its unit; ``None`` for what no loader fills.
         changed: whether it left something behind in this session that no commit compares.
+        rooms: the storage keys of the tensors that it made to write into, if somebody looks.
+        landings: by place in them, the slots whose live memory it gets to write into instead.
     """
 
     name: str
@@ -59,6 +63,8 @@ class Hook:
     last: bool = False
     used: dict[int | None, Entry | None] = attrs.field(factory=dict)
     changed: bool = False
+    rooms: list[int | None] = attrs.field(factory=list)
+    landings: dict[int, Slot] = attrs.field(factory=dict)
 
     @property
     def first(self) -> bool:
@@ -112,9 +118,12 @@ class Unit:
         fresh: its tensors had no data before this load, so what the hooks make becomes live.
         inferred: what the hooks did was worked out afterwards, not recorded.
         committed: whether it is done.
+        area: gives memory to what is staged.
         births: what its hooks made in this load.
         settled: whether its commit put back what was there before, every value equal; ``None`` if
             nobody looked.
+        hosts: staged slots whose twins could have the memory of the live tensors, if somebody
+            looked, with whether the new values were where the checkpoint's had been.
     """
 
     modules: dict[str, nn.Module]
@@ -126,8 +135,10 @@ class Unit:
     fresh: bool = False
     inferred: bool = False
     committed: bool = False
+    area: Area = attrs.field(factory=Area)
     births: Births = attrs.field(factory=Births)
     settled: bool | None = None
+    hosts: list[tuple[Slot, bool]] = attrs.field(factory=list)
     _live: list[ObjectState] = attrs.field(factory=list)
     _stagings: dict[int, Staging] = attrs.field(factory=dict)
     _dressed: dict[int, dict[str, Any]] = attrs.field(factory=dict)
@@ -166,7 +177,7 @@ class Unit:
         for (module, slot), twin in zip(self.slots, twins, strict=True):
             staging = self._stagings.setdefault(
                 slot.spec.group,
-                Staging(storage=twin.untyped_storage(), nbytes=slot.spec.nbytes),
+                Staging(storage=twin.untyped_storage(), nbytes=slot.spec.nbytes, name=self.name),
             )
             if not any(twin is other for other in staging.twins):
                 staging.twins.append(twin)
@@ -222,9 +233,18 @@ class Unit:
         for change in reversed(self.changes):
             change.undo_aliases()
 
-    def allocate(self) -> int:
+    def allocate(self) -> None:
         """Give every twin its memory, so that hooks find real tensors."""
-        return sum(staging.allocate() for staging in self._stagings.values())
+        for staging in self._stagings.values():
+            self.area.allocate(staging)
+
+    def landings(self, hook: Hook) -> dict[int, torch.Tensor]:
+        """Return the live tensors of :attr:`Hook.landings` whose memory is free to be written."""
+        taken = {one.storage._cdata for one in self._stagings.values() if one.hosted}
+        if not hook.landings or not self.area.dirty():
+            return {}
+        lives = {at: self.live_tensor(*slot) for at, slot in hook.landings.items()}
+        return {at: live for at, live in lives.items() if storage_key(live) not in taken}
 
     def plan_commit(self) -> None:
         """Work out what is to be copied into live storage; changes nothing.
@@ -305,6 +325,8 @@ class Unit:
         plan = self._plan
         judge = judge and plan is not None
         same = judge and all(torch.equal(live, new) for _, live, new in self.planned_copies())
+        if judge:
+            self._judge_memory()
         count = plan.carry_out() if plan is not None else CommitCount()
         if judge and plan is not None:
             self.settled = (
@@ -321,21 +343,47 @@ class Unit:
         self.committed = True
         return count
 
-    def release(self) -> int:
-        """End the staging after a commit; return how many staged bytes were freed.
+    def _judge_memory(self) -> None:
+        """Find out, before the commit, which new values could be made in live memory at once."""
+        aliases = {storage_key(tensor) for tensor in self.loose.values()}
+        staged = {
+            (id(module), slot.section, slot.name): self._stagings[slot.spec.group]
+            for module, slot in self.slots
+        }
+        before = {id(state.owner): state.contents for state in self._live}
+        rooms = {key: (hook, at) for hook in self.hooks for at, key in enumerate(hook.rooms)}
+        for module in self.modules.values():
+            for section, name, new in slots_of(module):
+                live = before[id(module)][section].get(name)
+                if live is None or live is new or inner_tensors(live) or inner_tensors(new):
+                    continue
+                if storage_key(live) in {None, *aliases} or look_of(new) != look_of(live):
+                    continue
+                staging = staged.get((id(module), section, name))
+                settles = staging is not None and storage_key(new) == staging.storage._cdata
+                if storage_key(new) in rooms and not settles:
+                    hook, at = rooms[storage_key(new)]
+                    hook.landings[at] = module, section, name
+                if staging is None or len(staging.twins) > 1 or staging.seeds:
+                    continue
+                if staging.nbytes == live.untyped_storage().nbytes():
+                    self.hosts.append(((module, section, name), settles))
+
+    def release(self) -> None:
+        """End the staging after a commit.
 
         This is a step of its own because another unit may still have to copy from these twins: an
         attention layer's attribute can name a parameter that belongs to the module around it.
         """
-        return self._end()
+        self._end()
 
-    def restore(self) -> int:
-        """Put the live state back as it was parked; return how many staged bytes were freed."""
+    def restore(self) -> None:
+        """Put the live state back as it was parked."""
         for live in reversed(self._live):
             live.restore()
-        return self._end()
+        self._end()
 
-    def _end(self) -> int:
+    def _end(self) -> None:
         live = {
             id(tensor)
             for module in self.modules.values()
@@ -346,4 +394,6 @@ class Unit:
             entry.closed = entry.closed or self.staged
         stagings = list(self._stagings.values())
         self._live, self._plan, self._stagings, self._dressed = [], None, {}, {}
-        return sum(staging.release(live) for staging in stagings)
+        for staging in stagings:
+            self.area.release(staging, live)
+        self.births.give_back()

@@ -34,7 +34,7 @@ class Learning:
 
     def run_hook(self, unit: Unit, hook: Hook) -> None:
         """Run one hook, recorded if it is the first time."""
-        self._load.grow(unit.allocate())
+        unit.allocate()
         self._load.counts.hooks_run += 1
         if not hook.first:
             self.run_again(unit, hook)
@@ -67,6 +67,8 @@ class Learning:
         for tensor in loose.values():
             observer.watch(tensor)
         watching = observer if loose else nullcontext()
+        landings = unit.landings(hook)
+        unit.births.begin(landings, self._land)
         before = self._states_around(unit, hook) if self._load.judging else []
         try:
             with (
@@ -80,10 +82,16 @@ class Learning:
             for key, value in writes.before.items():
                 unit.take_back(loose[key], value)
         if self._load.judging:
+            hook.rooms = unit.births.rooms
             hook.changed = any(one.differences(ObjectState.of(one.owner)) for one in before)
             for mine in (*unit.births.keys, *map(storage_key, loose.values())):
                 hook.used.pop(mine, None)
         self._holders.made_by(hook.module, unit.births)
+
+    def _land(self, live: torch.Tensor) -> None:
+        """Let a hook write to a live tensor, which holds the old value no longer."""
+        self._load.mark_dirty()
+        self._load.stale.pop(storage_key(live) or 0, None)
 
     def _states_around(self, unit: Unit, hook: Hook) -> list[ObjectState]:
         """Look at what a hook may change, if no commit is going to compare it."""

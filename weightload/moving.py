@@ -17,4 +17,6 @@ move: Callable[[int, int, int], object] = ctypes.memmove
 own ``copy_`` needs for a small run, and on some processors half of it for a large one."""
 
 unwatched: Callable[[], object] = getattr(torch._C, "_DisableTorchDispatch", object)
-"""Makes an object during whose life no dispatch mode is asked."""
+"""Makes an object during whose life no dispatch mode is asked.
+
+Let go of it in a ``finally`` clause: the traceback of an exception keeps what a function has."""

@@ -40,11 +40,13 @@ class Pool:
             return blocks.pop()
         return torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
 
-    def give(self, block: torch.UntypedStorage) -> None:
-        """Take memory back, unless somebody else still looks into it."""
+    def give(self, block: torch.UntypedStorage) -> bool:
+        """Take memory back, unless somebody else still looks into it; return whether that was so."""
         holders = getattr(torch._C, "_storage_Use_Count", None)
-        if holders is not None and holders(block._cdata) == 1:
+        free = holders is not None and holders(block._cdata) == 1
+        if free:
             self._free.setdefault((block.nbytes(), block.device), []).append(block)
+        return free
 
     def trim(self, most: int) -> None:
         """Give back what the next session does not need: more than ``most`` blocks of one size."""

@@ -39,6 +39,10 @@ class Progress:
         if not self.dirty:
             self.dirty, self.dirty_since = True, time.perf_counter()
 
+    def is_dirty(self) -> bool:
+        """Whether a live byte was written, or is about to be."""
+        return self.dirty
+
     @property
     def dirty_seconds(self) -> float:
         """Time since the first live byte was written; 0 if none was."""

@@ -17,6 +17,7 @@ from weightload.pool import Pool
 from weightload.reading import Place
 from weightload.receipt import Names
 from weightload.record import SourceFact
+from weightload.registry import Role
 from weightload.scribe import form_of
 from weightload.skeleton import Body, Skeleton
 
@@ -173,6 +174,11 @@ class Recorded:
         loads: the model's ``load_weights`` at that time.
         loaders: for each tensor that is written its own loader at that time.
         part: which part of the model needs more than copies; ``None`` as long as nobody has looked.
+        hosts: qualified names of the tensors that may be staged in their own live memory, with
+            whether processing leaves the new value there.
+        landings: for each hook, by the name of its module and its role, which of the tensors that
+            it makes to write into become the new values of which live ones: the module, the section
+            and the name.
         pool: memory that its loads stage in.
         routes: what has to be done for each name that was asked for so far.
     """
@@ -182,6 +188,8 @@ class Recorded:
     loads: object
     loaders: dict[str, object]
     part: Part | None = None
+    hosts: dict[str, bool] = attrs.field(factory=dict)
+    landings: dict[tuple[str, Role], dict[int, tuple[str, str, str]]] = attrs.field(factory=dict)
     pool: Pool = attrs.field(factory=Pool)
     routes: dict[str, Route | None] = attrs.field(factory=dict)
 

@@ -49,6 +49,7 @@ from weightload.replaying import Fetch
 from weightload.reporting import LoadProgress, Reporter, size_of
 from weightload.scope import Scope
 from weightload.skeleton import Body
+from weightload.staging import Area
 from weightload.states import Event, SessionState
 from weightload.transport import Buffers, Loans, Transport, buffers_of
 from weightload.verifying import Verification, Verify
@@ -95,6 +96,9 @@ class WeightLoadSession:
             compares each tensor that was written in place with a digest of its source, and
             processes each staged unit a second time; ``"sampled"`` does that for about one of
             64, others in each version.
+        staging_budget: bytes that may be staged at once, beside the model. What a layer cannot wait
+            for elsewhere is staged in live memory where that is possible; otherwise the load is
+            refused. By default as many as needed.
         publish: called after everything else, as ``callback(old_version, new_version)``: the
             place to drop what was computed with the old weights. If one raises, the others are
             called nevertheless, and the model is poisoned.
@@ -127,6 +131,7 @@ class WeightLoadSession:
         check_finite: bool = False,
         strict: bool | None = None,
         verify: Verify | None = None,
+        staging_budget: int | None = None,
         publish: Iterable[Publish] = (),
         veto: Iterable[Veto] = (),
         plans: bool | None = None,
@@ -138,6 +143,11 @@ class WeightLoadSession:
             raise UsageError(f"commit is 'stream' or 'atomic', found {commit!r}.")
         if verify not in (None, "sampled", "full"):
             raise UsageError(f"verify is None, 'sampled' or 'full', found {verify!r}.")
+        if staging_budget is not None and (type(staging_budget) is not int or staging_budget < 0):
+            raise UsageError(
+                f"staging_budget is a number of bytes, at least 0, or None; found "
+                f"{staging_budget!r}."
+            )
         if not isinstance(scope, Scope | None):
             raise UsageError(
                 f"scope is a Scope, such as Scope.full() or Scope.only(names), found "
@@ -155,6 +165,7 @@ class WeightLoadSession:
         self._check_finite = check_finite
         self._strict = strict
         self._verify: Verify | None = verify
+        self._staging_budget = staging_budget
         self._publish = tuple(publish)
         self._veto = tuple(veto)
         self._framework = framework
@@ -663,6 +674,10 @@ class WeightLoadSession:
             atomic=self._commit == "atomic",
             scope=self.scope,
             strict=strict,
+            area=Area(
+                budget=None if self._kind == "initial" else self._staging_budget,
+                dirty=self._progress.is_dirty,
+            ),
         )
         processing = self._processing = Processing(
             board=board, progress=self._progress, stream=self._commit == "stream"

@@ -24,6 +24,7 @@ __all__ = [
     "describe_change",
     "extent_of",
     "inner_tensors",
+    "look_of",
     "make_twins",
     "new_group",
     "rebound",
@@ -63,6 +64,13 @@ def extent_of(tensor: Tensor) -> tuple[int, int]:
     last = int(sum((size - 1) * step for size, step in steps)) if tensor.numel() else -1
     start = int(tensor.storage_offset()) * tensor.element_size()
     return start, start + (last + 1) * tensor.element_size()
+
+
+def look_of(tensor: Tensor) -> tuple[object, ...]:
+    """Return how a tensor looks into its storage, wherever that is."""
+    nbytes = tensor.untyped_storage().nbytes()
+    first = int(tensor.storage_offset())
+    return nbytes, first, tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
 
 
 def inner_tensors(tensor: Tensor) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ KINDS = {
     "linear": layers.Linear,
     "repacked": layers.RepackedLinear,
     "in place": layers.InPlaceLinear,
+    "rooms": layers.RoomLinear,
     "fused": layers.FusedLinear,
     "padded": layers.PaddedLinear,
     "padded, not packed": partial(layers.PaddedLinear, packed=False),

@@ -38,6 +38,7 @@ __all__ = [
     "PaddedLinear",
     "RepackMethod",
     "RepackedLinear",
+    "RoomLinear",
     "ScaledLinear",
     "ScatteredLinear",
     "SharedTableMethod",
@@ -149,6 +150,35 @@ class InPlaceLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer."""
         return functional.linear(x, self.weight)
+
+
+class RoomLinear(nn.Module):
+    """Its hook makes tensors, writes the new weight and its gain into them, and keeps those.
+
+    So do the wrappers of most kernels that pack: the shape, the type and the size stay as they were.
+    What it makes first is scratch.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = parameter(WIDTH, WIDTH)
+        self.gain = parameter(WIDTH, 1)
+        self.passes = 0
+
+    def process_weights_after_loading(self) -> None:
+        """Reverse the columns, each divided by the rows' gain, and double the gain."""
+        self.passes += 1
+        scratch = torch.empty_like(self.weight)
+        torch.div(self.weight.detach(), self.gain.detach() + 2, out=scratch)
+        weight, gain = torch.empty_like(self.weight), torch.empty_like(self.gain)
+        weight.copy_(scratch.flip(1))
+        torch.mul(self.gain.detach(), 2 * self.passes, out=gain)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.gain = nn.Parameter(gain, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the layer."""
+        return functional.linear(x, self.weight) * self.gain.t()
 
 
 class PackedHead(nn.Module):

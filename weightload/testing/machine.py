@@ -52,6 +52,7 @@ from weightload.testing.layers import (
     Linear,
     PaddedLinear,
     RepackedLinear,
+    RoomLinear,
 )
 from weightload.testing.models import (
     Factory,
@@ -97,7 +98,7 @@ def _draft() -> ToyModel:
 
 
 def _other() -> ToyModel:
-    return LoadingModel(InPlaceLinear(), HandleLinear(), Linear())
+    return LoadingModel(InPlaceLinear(), RoomLinear(), HandleLinear(), Linear())
 
 
 FACTORIES: dict[str, Factory] = {"target": _target, "draft": _draft, "other": _other}

@@ -28,6 +28,7 @@ from weightload.testing.layers import (
     PackedHead,
     PaddedLinear,
     RepackedLinear,
+    RoomLinear,
     ScaledLinear,
     ScatteredLinear,
     SharedTableMethod,
@@ -239,6 +240,7 @@ def everything() -> ToyModel:
         ScatteredLinear(packed=True),
         SinkAttention(),
         InPlaceLinear(),
+        RoomLinear(),
     )
 
 
@@ -256,6 +258,7 @@ TOYS: dict[str, Factory] = {
     "plain": lambda: ToyModel(Linear(), Linear()),
     "repacked": lambda: ToyModel(RepackedLinear(), Linear(), RepackedLinear()),
     "in place": lambda: ToyModel(InPlaceLinear(), InPlaceLinear()),
+    "rooms": lambda: ToyModel(RoomLinear(), Linear(), RoomLinear()),
     "tied": lambda: TiedModel(Linear()),
     "tied, both names": lambda: TiedModel(RepackedLinear(), twice=True),
     "fused": lambda: LoadingModel(FusedLinear(), Linear()),

@@ -32,6 +32,7 @@ Tensor = torch.Tensor
 
 _ROLES: dict[type, Role] = {
     layers.InPlaceLinear: Role.QUANT,
+    layers.RoomLinear: Role.QUANT,
     layers.PackedHead: Role.QUANT,
     layers.PaddedLinear: Role.QUANT,
     layers.DefaultScaleLinear: Role.QUANT,

@@ -1,0 +1,275 @@
+"""Staging and processing use the memory of the live tensor where that has been shown to end there.
+
+Damage shown: a hook that did something else this time spoils the tensor whose memory it got; a load
+that fails before anything live was written leaves a model that is not what it was; memory that nobody
+can give away grows with the order in which tensors come.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+from weightload import (
+    IncompleteLoadError,
+    ProcessingError,
+    StagingBudgetError,
+    UsageError,
+    WeightLoadSession,
+    staging,
+)
+from weightload.testing import Bench, LoadingModel, layers
+
+WEIGHT = layers.WIDTH * layers.WIDTH * 4
+
+
+class Spied(layers.RoomLinear):
+    """Says where its hook finds the weight, and where it gets what it makes."""
+
+    def process_weights_after_loading(self):
+        self.before = self.weight.data_ptr()
+        super().process_weights_after_loading()
+        self.made = self.weight.data_ptr(), self.gain.data_ptr()
+
+
+class SpiedInPlace(layers.InPlaceLinear):
+    def process_weights_after_loading(self):
+        self.before = self.weight.data_ptr()
+        super().process_weights_after_loading()
+
+
+def judged(*makes):
+    """Return a bench whose plan knows by now what its hooks do."""
+    bench = Bench(lambda: LoadingModel(*(make() for make in makes)))
+    for seed in (2, 3):
+        bench.reload(bench.state(seed), plans=True)
+    return bench
+
+
+def ordered(state, *first):
+    """Return a state with the tensors of some layers first."""
+    early = [name for layer in first for name in state if name.startswith(f"layers.{layer}.")]
+    return {name: state[name] for name in (*early, *(n for n in state if n not in early))}
+
+
+def test_what_a_hook_makes_to_write_into_is_the_live_memory():
+    bench = judged(layers.Linear, Spied)
+    layer = bench.model.layers[1]
+    live = layer.weight.data_ptr(), layer.gain.data_ptr()
+    receipt = bench.reload(bench.state(4), plans=True).receipt
+    assert layer.made == live
+    assert layer.before not in live
+    assert receipt.bytes_committed == 0
+
+
+def test_what_a_hook_changes_in_place_is_staged_in_the_live_memory():
+    bench = judged(layers.Linear, SpiedInPlace)
+    layer = bench.model.layers[1]
+    live = layer.weight.data_ptr()
+    receipt = bench.reload(bench.state(4), plans=True).receipt
+    assert layer.before == live
+    assert receipt.staging_peak_bytes == receipt.bytes_committed == 0
+
+
+@pytest.mark.parametrize("make", [Spied, SpiedInPlace])
+@pytest.mark.parametrize("options", [{"commit": "atomic"}, {"verify": "full"}])
+def test_values_and_addresses_are_right_with_other_options(make, options):
+    bench = judged(layers.Linear, make, make)
+    for seed in (4, 5, 6):
+        bench.reload(bench.state(seed), plans=True, **options)
+        bench.reload(bench.state(seed + 10), plans=True)
+
+
+@pytest.mark.parametrize("make", [Spied, SpiedInPlace])
+def test_atomic_loads_write_nothing_live_before_all_has_come(make):
+    bench = judged(layers.Linear, make)
+    session = bench.open(plans=True, commit="atomic")
+    session.load(bench.state(4))
+    session.abort()
+    bench.check_ended(session)
+    assert session.receipt.model_intact
+
+
+class TwoInPlace(layers.InPlaceLinear):
+    def __init__(self):
+        super().__init__()
+        self.bias = layers.parameter(layers.WIDTH)
+
+
+@pytest.mark.parametrize("make", [Spied, TwoInPlace])
+def test_nothing_is_lost_as_long_as_nothing_live_was_written(make):
+    """Live memory is used only if an abort would poison in any case."""
+    bench = judged(layers.Linear, make)
+    state = bench.state(4)
+    last = next(name for name in state if name.startswith("layers.0."))
+    session = bench.open(plans=True)
+    session.load(iter([pair for pair in ordered(state, 1).items() if pair[0] != last][:1]))
+    with pytest.raises(IncompleteLoadError) as caught:
+        session.finish()
+    assert caught.value.model_intact
+    bench.check_ended(session, caught.value)
+
+
+class Moody(layers.RoomLinear):
+    """Its hook makes its tensors in another order, or more of them, when it is told to."""
+
+    mood = "as ever"
+
+    def process_weights_after_loading(self):
+        self.passes += 1
+        value = (self.weight.detach() / (self.gain.detach() + 2)).flip(1)
+        double = self.gain.detach() * 2 * self.passes
+        if self.mood == "one more":
+            torch.empty_like(self.weight).fill_(7.0)
+        made = [torch.empty_like(self.weight), torch.empty_like(self.weight)]
+        if self.mood == "the other one":
+            made.reverse()
+        made[1].fill_(9.0)
+        made[0].copy_(value)
+        if self.mood == "scratch":
+            made[0] = made[0].clone() + 0
+        self.weight = nn.Parameter(made[0], requires_grad=False)
+        self.gain = nn.Parameter(double, requires_grad=False)
+
+
+@pytest.mark.parametrize("mood", ["one more", "the other one", "scratch"])
+def test_a_hook_that_does_something_else_this_time_is_right_all_the_same(mood):
+    bench = judged(layers.Linear, Moody)
+    for seed, now in ((4, mood), (5, "as ever"), (6, mood)):
+        bench.model.layers[1].__class__ = type(mood, (Moody,), {"mood": now})
+        bench.reload(bench.state(seed), plans=True)
+
+
+class Swapping(nn.Module):
+    """Has two weights of one form; when told to, the hook makes the second first."""
+
+    swaps = False
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = layers.parameter(2, 2), layers.parameter(2, 2)
+
+    def process_weights_after_loading(self):
+        order = ["two", "one"] if self.swaps else ["one", "two"]
+        made = {name: torch.empty_like(self.one) for name in order}
+        for name in order:
+            made[name].copy_(getattr(self, name) + {"one": 1, "two": 2}[name])
+        for name in order:
+            setattr(self, name, nn.Parameter(made[name], requires_grad=False))
+
+    def forward(self, x):
+        return x + self.one.sum() - self.two.sum()
+
+
+def test_two_tensors_that_change_places_do_not_spoil_each_other():
+    """Each is made in the other's live memory then."""
+    from weightload import Framework, ModuleRegistry, ModuleRule, Role
+
+    framework = Framework(registry=ModuleRegistry())
+    rule = ModuleRule(
+        role=Role.QUANT, process=lambda module: module.process_weights_after_loading()
+    )
+    framework.registry.register(Swapping, rule)
+    model = nn.Sequential(nn.Linear(2, 2), Swapping()).requires_grad_(False)
+
+    def reload(number):
+        state = {
+            "0.weight": torch.full((2, 2), number),
+            "0.bias": torch.full((2,), number),
+            "1.one": torch.full((2, 2), number + 10),
+            "1.two": torch.full((2, 2), number + 20),
+        }
+        with WeightLoadSession(model, framework=framework, plans=True) as session:
+            session.load(state)
+        assert model[1].one.tolist() == [[number + 11] * 2] * 2
+        assert model[1].two.tolist() == [[number + 22] * 2] * 2
+
+    for number in (1.0, 2.0, 3.0, 4.0):
+        reload(number)
+    places = model[1].one.data_ptr(), model[1].two.data_ptr()
+    Swapping.swaps = True
+    reload(5.0)
+    Swapping.swaps = False
+    reload(6.0)
+    assert (model[1].one.data_ptr(), model[1].two.data_ptr()) == places
+
+
+@pytest.mark.parametrize("half_way", [False, True])
+@pytest.mark.parametrize("make", [Spied, SpiedInPlace])
+def test_a_hook_that_fails_leaves_a_model_that_the_next_load_cures(make, half_way):
+    bench = judged(layers.Linear, make, make)
+    bench.framework.fail_hook(half_way=half_way)
+    session = bench.open(plans=True)
+    with pytest.raises(ProcessingError) as caught:
+        session.load(bench.state(4))
+    bench.check_ended(session, caught.value)
+    bench.check_recovers()
+
+
+@pytest.mark.parametrize("make", [layers.RoomLinear, layers.InPlaceLinear])
+def test_what_waits_takes_no_memory_where_it_can_wait_in_the_live_tensor(make, monkeypatch):
+    """Tensors come the wrong way round: everything waits until the last one has come."""
+    bench = judged(layers.Linear, *[make] * 6)
+    monkeypatch.setattr(staging, "BUCKET", 2 * WEIGHT)
+    state = bench.state(4)
+    last = {name for name in state if name.startswith("layers.0.")}
+    names = sorted(state.keys() - last, key=lambda name: name[::-1]) + sorted(last)
+    receipt = bench.reload({name: state[name] for name in names}, plans=True).receipt
+    assert receipt.staging_peak_bytes <= 3 * WEIGHT
+    monkeypatch.undo()
+    assert bench.reload(bench.state(5), plans=True).receipt.outcome == "finished"
+
+
+def test_a_budget_that_staging_would_exceed_is_an_error_that_names_everything():
+    bench = judged(layers.Linear, layers.RepackedLinear, layers.RepackedLinear)
+    state = ordered(bench.state(4), 1, 2)
+    session = bench.open(plans=True, staging_budget=WEIGHT - 1)
+    with pytest.raises(StagingBudgetError, match=rf"layers\.1.*{WEIGHT} bytes.*{WEIGHT - 1}") as e:
+        session.load(state)
+    assert e.value.facts["needed"] == WEIGHT
+    assert e.value.model_intact
+    bench.check_ended(session, e.value)
+    bench.reload(state, plans=True, staging_budget=WEIGHT)
+
+
+@pytest.mark.parametrize("plans", [False, True])
+@pytest.mark.parametrize("lacks", [0, 1])
+def test_a_budget_holds_on_both_ways(plans, lacks):
+    """One layer after the other needs one layer's memory; the long way and a plan agree."""
+    bench = judged(layers.Linear, layers.RepackedLinear, layers.RepackedLinear)
+    session = bench.open(plans=plans, staging_budget=WEIGHT - lacks)
+    if lacks:
+        with pytest.raises(StagingBudgetError) as caught:
+            session.load(bench.state(4))
+        bench.check_ended(session, caught.value)
+        bench.check_recovers()
+        return
+    session.load(iter(bench.state(4).items()))
+    session.finish()
+    bench.serves = bench.state(4)
+    bench.check_finished(session)
+    assert session.receipt.staging_peak_bytes == WEIGHT
+
+
+def test_an_error_that_is_kept_does_not_keep_later_sessions_from_seeing_writes():
+    bench = judged(layers.Linear, layers.RepackedLinear)
+    session = bench.open(plans=True, staging_budget=0)
+    with pytest.raises(StagingBudgetError) as kept:
+        session.load(bench.state(4))
+    Bench(bench.factory).reload(bench.state(4), plans=False)
+    assert kept.value.facts["budget"] == 0
+
+
+def test_an_atomic_load_stages_everything_at_once():
+    bench = judged(layers.Linear, layers.RepackedLinear)
+    session = bench.open(plans=True, commit="atomic", staging_budget=2 * WEIGHT - 1)
+    with pytest.raises(StagingBudgetError) as caught:
+        session.load(bench.state(4))
+    assert caught.value.model_intact
+    bench.check_ended(session, caught.value)
+    bench.reload(bench.state(4), plans=True, commit="atomic", staging_budget=2 * WEIGHT)
+
+
+@pytest.mark.parametrize("budget", [-1, 1.5, "64MB", True])
+def test_a_budget_is_a_number_of_bytes(budget):
+    with pytest.raises(UsageError, match="staging_budget"):
+        WeightLoadSession(nn.Linear(1, 1), staging_budget=budget)
