@@ -113,7 +113,7 @@ class Arrivals:
 
         That is memory of the live tensor, if it may be, and of a pool otherwise.
         """
-        if staging.host is not None and self._load.area.hosts(staging):
+        if self._load.area.hosts(staging) and staging.host is not None:
             self._load.mark_dirty()
             self._host(staging, staging.host)
         else:
@@ -135,7 +135,7 @@ class Arrivals:
             name, unit, watched = guard
             self.observer.forget(watched)
             self._hosting[id(staging)] = name, unit
-        staging.allocate_in(host)
+        self._load.area.host(staging, host)
 
     def before_touch(self, storage: int) -> None:
         """Give a twin its memory before the first operation on it."""

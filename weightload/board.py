@@ -106,6 +106,11 @@ class Board:
         return self._load.entries
 
     @property
+    def crowded(self) -> bool:
+        """Whether much waited at once to be complete."""
+        return self._load.area.crowded
+
+    @property
     def manifest(self) -> Mapping[str, SourceFact] | None:
         """The source names of the load that made the model, if they are known."""
         return self._load.intake.manifest
@@ -119,6 +124,7 @@ class Board:
 
     def express(self, recorded: Recorded) -> Express:
         """Return the short way of a plan that holds now."""
+        self._load.area.expects = recorded.pool.crowded
         for unit in self.units:
             unit.births.pool = recorded.pool
         if not self._load.atomic:

@@ -18,10 +18,14 @@ class Pool:
     """Blocks of memory, by size and device.
 
     What is kept between sessions is one block of each size: what a stream needs that brings one layer
-    after the other.
+    after the other. Of devices nothing is kept, since PyTorch keeps what it has from them itself.
+
+    Attributes:
+        crowded: whether much waited at once in the last session, so that much will in the next one.
     """
 
     def __init__(self) -> None:
+        self.crowded = False
         self._free: dict[_Key, list[torch.UntypedStorage]] = {}
 
     def __deepcopy__(self, memo: Any) -> Pool:
@@ -50,5 +54,5 @@ class Pool:
 
     def trim(self, most: int) -> None:
         """Give back what the next session does not need: more than ``most`` blocks of one size."""
-        for blocks in self._free.values():
-            del blocks[most:]
+        for (_, device), blocks in self._free.items():
+            del blocks[most if device.type == "cpu" else 0 :]

@@ -1077,7 +1077,9 @@ class WeightLoadSession:
         if self._board is not None:
             self._board.close()
         if self._recorded is not None:
-            self._recorded.pool.trim(1 if self.state is SessionState.FINISHED else 0)
+            pool = self._recorded.pool
+            pool.trim(1 if self.state is SessionState.FINISHED else 0)
+            pool.crowded = self._board is not None and self._board.crowded
 
     def _make_receipt(self, cause: str | None, error: BaseException | None = None) -> Receipt:
         if self.receipt is None:

@@ -122,25 +122,37 @@ class Area:
         budget: bytes that may be staged at once; ``None`` for any number.
         dirty: says whether live memory has been written, so that an abort poisons in any case.
         peak: bytes that were staged at once, without those in live memory.
+        crowded: whether units waited with much memory, or would have without live memory.
+        expects: whether that is expected from the beginning.
     """
 
     budget: int | None = None
     dirty: Callable[[], bool] = bool
     peak: int = 0
+    crowded: bool = False
+    expects: bool = False
     _waiting: dict[int, Staging] = attrs.field(factory=dict)
     _staged: int = 0
 
     def hosts(self, staging: Staging) -> bool:
         """Whether something is better staged in its live tensor's own memory."""
+        crowded = self._crowded(staging)
+        self.crowded = self.crowded or crowded
         if staging.host is None:
             return False
-        return (staging.settles and self.dirty()) or self._crowded(staging)
+        return crowded or ((staging.settles or self.expects) and self.dirty())
 
     def _crowded(self, staging: Staging) -> bool:
         """Whether other units wait for the rest of what they need, with much memory."""
         limit = BUCKET if self.budget is None else min(BUCKET, self.budget)
-        others = sum(one.nbytes for one in self._waiting.values() if one.name != staging.name)
-        return bool(others) and self._staged + staging.nbytes > limit
+        sizes = [one.nbytes for one in self._waiting.values() if one.name != staging.name]
+        own = [one.nbytes for one in self._waiting.values() if one.name == staging.name]
+        return bool(sizes) and sum(sizes) + sum(own) + staging.nbytes > limit
+
+    def host(self, staging: Staging, host: torch.Tensor) -> None:
+        """Stage something in its live tensor's own memory."""
+        staging.allocate_in(host)
+        self._waiting[id(staging)] = staging
 
     def allocate(self, staging: Staging) -> None:
         """Give memory of the system.
@@ -165,7 +177,7 @@ class Area:
     def _enter(self, staging: Staging) -> None:
         after = self._staged + staging.nbytes
         if self.budget is not None and after > self.budget:
-            waiting = dict.fromkeys(one.name for one in self._waiting.values())
+            waiting = dict.fromkeys(one.name for one in self._waiting.values() if not one.hosted)
             raise StagingBudgetError(
                 f"To stage {staging.name!r} takes {staging.nbytes} bytes, beside {self._staged} "
                 f"bytes for what waits to be complete ({name_some(waiting) or 'nothing'}); the "
@@ -182,5 +194,6 @@ class Area:
     def release(self, staging: Staging, keep: Collection[int] = ()) -> None:
         """Take the memory back; see :meth:`Staging.release`."""
         staging.release(keep)
-        if self._waiting.pop(id(staging), None) is not None:
+        known = self._waiting.pop(id(staging), None) is not None
+        if known and not staging.hosted:
             self._staged -= staging.nbytes

@@ -21,6 +21,7 @@ import blake3
 import torch
 from torch import nn
 
+from weightload.record import record_of
 from weightload.session import WeightLoadSession
 from weightload.vllm.testing.dense import QWEN3
 from weightload.vllm.testing.experts import qwen3_moe_tensors
@@ -260,6 +261,12 @@ class Built:
         with WeightLoadSession(self.model, version=self.version, **options) as session:
             session.load(weights, **how)
         return session
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that weightload keeps for the next reload to stage in."""
+        record = record_of(self.model)
+        return 0 if record is None or record.plan is None else record.plan.pool.nbytes
 
     def observe(self) -> dict[str, str]:
         """Return the digest of every live tensor, and of what every linear layer computes."""

@@ -273,3 +273,19 @@ def test_an_atomic_load_stages_everything_at_once():
 def test_a_budget_is_a_number_of_bytes(budget):
     with pytest.raises(UsageError, match="staging_budget"):
         WeightLoadSession(nn.Linear(1, 1), staging_budget=budget)
+
+
+def test_a_stream_that_made_much_wait_is_expected_again(monkeypatch):
+    """The first unit that comes would take memory of its own, as it does in a stream by layer."""
+    bench = judged(layers.Linear, *[layers.RoomLinear] * 6)
+    monkeypatch.setattr(staging, "BUCKET", 2 * WEIGHT)
+    names = sorted(bench.state(4), key=lambda name: ("layers.0" in name, name[::-1]), reverse=True)
+    peaks = []
+    for seed in (4, 5):
+        state = bench.state(seed)
+        session = bench.reload({name: state[name] for name in names}, plans=True)
+        peaks.append(session.receipt.staging_peak_bytes)
+    assert peaks[0] > peaks[1] == 0
+    for _ in range(2):
+        by_layer = bench.reload(bench.state(6), plans=True).receipt.staging_peak_bytes
+    assert WEIGHT <= by_layer <= 2 * WEIGHT
