@@ -159,7 +159,8 @@ class Express:
         verification = self._load.intake.verification
         if verification is not None:
             for copy, value in sent:
-                verification.remember(self._entries[copy.place], copy.region, value)
+                shape = copy.write.target.shape
+                verification.remember(self._entries[copy.place], copy.region, value, shape)
         for name in names:
             route = self.recorded.route(name, self._entries)
             for copy in route.copies if route is not None else ():

@@ -8,6 +8,7 @@ what has come so far, and goes on there.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
 from typing import Any
@@ -16,7 +17,6 @@ import attrs
 import torch
 
 from weightload.batching import Batch
-from weightload.digest import digest
 from weightload.entries import Counts
 from weightload.express import PLAIN, Express
 from weightload.intake import FILLED, Intake
@@ -57,6 +57,9 @@ class Quick:
         self._intake = intake
         self._mark_dirty = mark_dirty
         self._on_host = all(tensor.is_cpu for tensor in body.tensors)
+        verification = intake.verification
+        self._compared = set() if verification is None else verification.choose(recorded.routes)
+        self._begins = verification is not None
         self._runs = self._runs_to_move()
         self._batch = Batch()
         self._sent: list[tuple[Copy, int]] = []
@@ -121,7 +124,8 @@ class Quick:
         if (
             route is None
             or not route.reads
-            or intake.verification is not None
+            or self._begins
+            or name in self._compared
             or dtype is not route.dtype
             or shape != route.shape
             or name in intake.seen
@@ -216,12 +220,17 @@ class Quick:
 
     def _runs_to_move(self) -> dict[str, tuple[tuple[int, int, int, int], ...]]:
         """Return for each name that is only moved what that takes."""
-        if not self._on_host or self._intake.verification is not None:
+        if not self._on_host:
             return {}
-        runs = self.part.runs
-        if torch.get_num_threads() == 1:
+        runs, left = self.part.runs, self._compared
+        if torch.get_num_threads() == 1 and self._intake.verification is None:
             return runs
-        return {k: mine for k, mine in runs.items() if all(run[3] < LARGE for run in mine)}
+        most = sys.maxsize if torch.get_num_threads() == 1 else LARGE
+        return {
+            name: mine
+            for name, mine in runs.items()
+            if name not in left and all(run[3] < most for run in mine)
+        }
 
     def _flush(self) -> None:
         self._batch.flush()
@@ -243,7 +252,13 @@ class Quick:
         ):
             return None
         wanted = self._intake.wanted
-        return route if wanted is None or name in wanted else None
+        if wanted is not None and name not in wanted:
+            return None
+        if self._begins:
+            self._begins = False
+            self._compared.add(name)  # the first one is looked at, whichever it is
+            self._runs.pop(name, None)
+        return route
 
     def _do(self, name: str, tensor: torch.Tensor, route: Route) -> bool:
         """Take one tensor to its places; return whether that was done."""
@@ -273,19 +288,17 @@ class Quick:
             intake.casts.add(name)
         for copy in route.copies:
             at = body.skeleton.places[copy.place]
-            self._note(copy, body.tensors[at], tensor)
+            if name in self._compared:
+                self._note(copy, body.tensors[at], tensor)
             copy.carry_out(body.tensors[at], tensor, self._batch)
         return True
 
     def _note(self, copy: Copy, target: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Remember what is sent, if it is compared at the end."""
-        verification = self._intake.verification
-        if verification is None or not verification.wants(f"{copy.place} {copy.region}", "place"):
-            return
-        source = copy.source(tensor)
-        if source is not None:
-            sent = source.to(target.device, target.dtype)
-            self._sent.append((copy, digest(sent.expand(copy.write.target.shape))))
+        """Remember what is sent, to be compared at the end."""
+        verification, source = self._intake.verification, copy.source(tensor)
+        if verification is not None and source is not None:
+            sent = source.to(target.device, target.dtype).expand(copy.write.target.shape)
+            self._sent.append((copy, verification.digest_of(sent)))
 
     def compare(self) -> None:
         """Compare what is live with what was sent, if that was asked for; see :meth:`Board.compare`.

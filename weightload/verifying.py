@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Literal
 
 import attrs
@@ -22,6 +22,8 @@ __all__ = ["SAMPLE", "Verification", "Verify"]
 Verify = Literal["sampled", "full"]
 SAMPLE = 64
 """A sampled verification looks at one of so many source tensors, and of so many units."""
+_WINDOW = 1 << 20
+"""It looks at so many bytes of a source tensor, and of each place where that goes."""
 
 
 @attrs.define(kw_only=True, eq=False, repr=False)
@@ -34,7 +36,7 @@ class Verification:
         received: digest of each source tensor that is looked at, by name.
         tensors: how many tensors were compared, or parts of them.
         units: how many units were processed a second time.
-        nbytes: how many live bytes were compared.
+        nbytes: size of the live tensors, or parts of them, that were compared.
         in_parts: whether parts of sources came, of which each rank gets others.
     """
 
@@ -46,20 +48,43 @@ class Verification:
     nbytes: int = 0
     in_parts: bool = False
     _kinds: set[str] = attrs.field(factory=set)
-    _sent: dict[int, tuple[Entry, dict[Region, int]]] = attrs.field(factory=dict)
+    _sent: dict[int, tuple[Entry, dict[Region, tuple[int, tuple[int, ...]]]]] = attrs.field(
+        factory=dict
+    )
     _problems: list[str] = attrs.field(factory=list)
 
     def wants(self, name: str, kind: str = "") -> bool:
         """Whether what is called ``name`` is looked at; the first of each kind always is."""
         first = kind not in self._kinds
         self._kinds.add(kind)
-        chosen = zlib.crc32(f"{self.salt} {name}".encode()) % SAMPLE == 0
-        return self.mode == "full" or first or chosen
+        return first or self._chosen(name)
+
+    def _chosen(self, name: str) -> bool:
+        return self.mode == "full" or zlib.crc32(f"{self.salt} {name}".encode()) % SAMPLE == 0
+
+    def choose(self, names: Iterable[str]) -> set[str]:
+        """Return the names that are looked at even if they are not the first of their kind."""
+        return {name for name in names if self._chosen(name)}
+
+    def digest_of(self, tensor: torch.Tensor) -> int:
+        """Return the digest of what is looked at of a tensor: all of it, or one part if sampled."""
+        return digest(tensor if self.mode == "full" else self._window(tensor))
+
+    def _window(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a part of a tensor, always the same of tensors of one shape and size."""
+        number = zlib.crc32(f"{self.salt} {tuple(tensor.shape)}".encode())
+        for dim in range(tensor.dim()):
+            size, nbytes = tensor.shape[dim], tensor.numel() * tensor.element_size()
+            if nbytes <= _WINDOW:
+                break
+            count = max(1, _WINDOW * size // nbytes)
+            tensor = tensor.narrow(dim, number % (size - count + 1), count)
+        return tensor
 
     def receive(self, name: str, tensor: torch.Tensor) -> None:
         """Note what a source brings under a name."""
         if self.wants(name, "source"):
-            self.received[name] = digest(tensor)
+            self.received[name] = self.digest_of(tensor.detach())
 
     def note(
         self, entry: Entry, region: Region | None, target: torch.Tensor, source: torch.Tensor | None
@@ -72,11 +97,12 @@ class Verification:
             return
         if self.wants(f"{entry.names[0]} {region}", "place"):
             value = source.detach().to(target.device, target.dtype)
-            regions[region] = digest(value.expand(target.shape))
+            sent = self.digest_of(value.expand(target.shape))
+            regions[region] = sent, tuple(target.shape)
 
-    def remember(self, entry: Entry, region: Region, sent: int) -> None:
-        """Note the digest of what was written to a part of a live tensor."""
-        self._sent.setdefault(id(entry), (entry, {}))[1][region] = sent
+    def remember(self, entry: Entry, region: Region, sent: int, shape: tuple[int, ...]) -> None:
+        """Note the digest of what was written to a part of a live tensor, in that shape."""
+        self._sent.setdefault(id(entry), (entry, {}))[1][region] = sent, shape
 
     def compare_in_place(self, live_of: Callable[[Entry], torch.Tensor | None]) -> None:
         """Compare every live tensor that was written directly.
@@ -88,13 +114,14 @@ class Verification:
             live = live_of(entry) if regions else None
             if live is None:
                 continue
-            for region, sent in regions.items():
-                self.compare_with(f"{entry.names[0]} {list(region)}", select(live, region), sent)
+            for region, (sent, shape) in regions.items():
+                part = select(live, region).reshape(shape)
+                self.compare_with(f"{entry.names[0]} {list(region)}", part, sent)
 
     def compare_with(self, name: str, live: torch.Tensor, sent: int) -> None:
         """Compare a live tensor with the digest of what was sent to it."""
         self._count(live)
-        if digest(live) != sent:
+        if self.digest_of(live.detach()) != sent:
             self._problems.append(name)
 
     def compare(self, name: str, live: torch.Tensor, other: torch.Tensor) -> None:

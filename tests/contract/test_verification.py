@@ -1,11 +1,15 @@
 """verify= compares what is live with what was sent, by another way than the one it came."""
 
+import math
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from weightload import UsageError, VerificationError, bake, poison_of
 from weightload.digest import digest
-from weightload.testing import TOYS, Bench
+from weightload.testing import TOYS, Bench, LoadingModel, layers
 from weightload.verifying import SAMPLE, Verification
 
 
@@ -171,3 +175,58 @@ def test_a_digest_does_not_depend_on_how_a_tensor_lies_in_memory():
 def test_a_mode_that_does_not_exist_is_refused():
     with pytest.raises(UsageError, match="'sampled' or 'full'"):
         Bench(TOYS["plain"]).session(verify="some")
+
+
+def _wide(rows):
+    """A model whose first weight is worth more than what a sample looks at."""
+
+    class Wide(layers.Linear):
+        def __init__(self):
+            super().__init__()
+            self.weight = layers.parameter(rows, layers.WIDTH)
+
+        def forward(self, x):
+            return x @ self.weight[: layers.WIDTH].t()
+
+    return lambda: LoadingModel(Wide(), layers.Linear(), layers.RepackedLinear())
+
+
+@pytest.mark.parametrize("plans", [False, True])
+def test_a_sample_of_a_large_tensor_sees_what_a_writer_did_to_all_of_it(plans):
+    """A part is compared, and not the same in every version; what hits all is found in each."""
+    bench = Bench(_wide(100_000))
+    for seed in (2, 3):
+        bench.reload(bench.state(seed), plans=plans, verify="sampled", version=seed)
+    session = bench.open(plans=plans, verify="sampled", version=4)
+    session.load(bench.state(4))
+    with torch.no_grad():
+        bench.model.layers[0].weight += 1
+    with pytest.raises(VerificationError, match=r"layers\.0\.weight"):
+        session.finish()
+
+
+def test_what_is_looked_at_does_not_depend_on_the_way():
+    """Ranks compare what they got, and one of them may have lost its plan."""
+    texts = set()
+    for plans in (False, True):
+        bench = Bench(TOYS["everything"])
+        for seed in (2, 3, 4):
+            state = dict(sorted(bench.state(seed).items(), reverse=seed == 4))
+            session = bench.reload(state, plans=plans, verify="sampled", version=seed)
+        texts.add(session.receipt.verified["digest"])
+    assert len(texts) == 1
+
+
+@given(
+    st.lists(st.integers(1, 2000), min_size=1, max_size=4).filter(lambda s: math.prod(s) < 5e6),
+    st.integers(),
+)
+def test_a_window_is_a_part_of_bounded_size(shape, salt):
+    tensor = torch.empty(shape)
+    window = Verification(mode="sampled", salt=str(salt))._window(tensor)
+    assert 0 < window.numel() * 4 <= 1 << 20
+    assert window.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+    if tensor.numel() * 4 <= 1 << 20:
+        assert window.shape == tensor.shape
+    else:
+        assert window.numel() * 4 > (1 << 20) / 2
