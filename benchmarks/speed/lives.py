@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import attrs
 import blake3
 import torch
 
@@ -158,8 +157,8 @@ def c17(bench: Bench) -> Row:
     """Fifty reloads."""
     bench.settle()
     series = Series()
-    begin: Standing | None = None
-    times = [0.0] * RELOADS  # numbers, so that nothing is kept that counts as an object
+    resident = objects = 0  # numbers, so that nothing is kept that counts as an object itself
+    times = [0.0] * RELOADS
     for number in range(RELOADS):
         bench.turn(number)
         one = taken(lambda: bench.ours.ours(bench.source.tensors))
@@ -169,46 +168,36 @@ def c17(bench: Bench) -> Row:
             if wrong:
                 raise WrongResult(f"C17, reload {number}: {wrong}")
         if number == 9:
-            begin = Standing.now()
-    end = Standing.now()
+            resident, objects = _standing()
+    resident_after, objects_after = _standing()
     series.arms["ours"] = [Taken(one, one, 0) for one in times]
     slope = _slope(times) / statistics.median(times)
-    grown = (end.resident - begin.resident) / 1e6 if begin else None
-    objects = end.objects - begin.objects if begin else None
+    grown, more = (resident_after - resident) / 1e6, objects_after - objects
     row = Row(
         name=f"C17 {bench.shape}",
         what=f"{RELOADS} reloads, other weights each time",
         limit=f"reload 2: {seconds(times[1])}",
         ours=f"median {arm(series, 'ours')}, last {seconds(times[-1])}",
         series=series,
-        facts={**facts(bench), "grown_mb": grown, "objects": objects},
+        facts={**facts(bench), "grown_mb": grown, "objects": more},
     )
     row.must = [
         Bound("memory, reload 10 to 50,", grown, 1, "MB", cpu_only=False),
-        Bound("live objects, reload 10 to 50,", objects, 0, "objects", cpu_only=False),
+        Bound("live objects, reload 10 to 50,", more, 0, "objects", cpu_only=False),
     ]
     row.goal = [Bound("slope per reload", abs(slope) * 100, 0.2, "%", cpu_only=False)]
     return row
 
 
-@attrs.frozen
-class Standing:
-    """How much there is in this process, when everything that can go has gone.
+def _standing() -> tuple[int, int]:
+    """Return what there is in this process, when everything that can go has gone.
 
-    Attributes:
-        resident: bytes of memory that belong to no file.
-        objects: that the garbage collector knows.
+    Returns:
+        Bytes of memory that belong to no file, and how many objects the garbage collector knows.
     """
-
-    resident: int
-    objects: int
-
-    @classmethod
-    def now(cls) -> Standing:
-        """Look."""
-        gc.collect()
-        trim()
-        return cls(anonymous(), sum(1 for _ in _objects()))
+    gc.collect()
+    trim()
+    return anonymous(), sum(1 for _ in _objects())
 
 
 def _objects() -> Iterator[Any]:
