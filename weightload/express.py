@@ -11,20 +11,17 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
 
 from weightload.arrivals import Arrivals
 from weightload.batching import Batch
+from weightload.bundle import PLAIN
 from weightload.entries import Entry, Load
 from weightload.ledger import meet
 from weightload.moving import LARGE, move, unwatched
 from weightload.reading import Place
 from weightload.recorded import Copy, Recorded, Route, loader_of
 
-__all__ = ["PLAIN", "Express"]
-
-PLAIN = frozenset((torch.Tensor, nn.Parameter))
-"""Types of tensors that are nothing but memory."""
+__all__ = ["Express"]
 
 
 class Express:

@@ -191,9 +191,11 @@ def release(
     """Give up the claims that ``session`` holds on ``modules``; others are left alone."""
     modules = list(modules)
     marks = [*map(mark_of, modules)] if marks is None else marks
+    mine = ref(session)  # the same object for everybody who asks
     with _lock:
         for module, mark in zip(modules, marks, strict=True):
-            if mark.claim is not None and mark.claim() in (session, None):
+            claim = mark.claim
+            if claim is mine or (claim is not None and claim() is None):
                 mark.claim = None
                 _guard(module, mark)
 

@@ -17,8 +17,9 @@ import attrs
 import torch
 
 from weightload.batching import Batch
+from weightload.bundle import PLAIN, Bundle
 from weightload.entries import Counts
-from weightload.express import PLAIN, Express
+from weightload.express import Express
 from weightload.intake import FILLED, Intake
 from weightload.lanes import Lane
 from weightload.moving import LARGE, move
@@ -56,7 +57,7 @@ class Quick:
         self._between: Callable[[], None] | None = None
         self._intake = intake
         self._mark_dirty = mark_dirty
-        self._on_host = all(tensor.is_cpu for tensor in body.tensors)
+        self._on_host = body.skeleton.on_host
         verification = intake.verification
         self._compared = set() if verification is None else verification.choose(recorded.routes)
         self._begins = verification is not None
@@ -145,6 +146,8 @@ class Quick:
 
     def take_all(self, pairs: Sequence[Any]) -> Sequence[Any] | None:
         """Take tensors that are all at hand; return what is left, all if one does not fit."""
+        if self._take_bundle(pairs):
+            return None
         found: dict[str, Route] = {}
         for pair in pairs:
             try:
@@ -176,7 +179,43 @@ class Quick:
             if tell is not None:
                 tell()
         self._flush()
+        if intake.verification is None and runs.keys() >= found.keys():
+            names = [*found]
+            for name in names[:1]:
+                self.recorded.bundles[name] = Bundle.of(names, found, runs)
         return None
+
+    def _take_bundle(self, pairs: Sequence[Any]) -> bool:
+        """Take tensors that come as they came before, if they do; return whether that was so."""
+        intake = self._intake
+        try:
+            names = [name for name, _ in pairs]
+            bundle = self.recorded.bundles.get(names[0]) if names else None
+        except (TypeError, ValueError):
+            return False
+        if (
+            bundle is None
+            or not self._on_host
+            or intake.verification is not None
+            or intake.wanted is not None
+            or names != bundle.names
+            or not intake.seen.keys().isdisjoint(names)
+        ):
+            return False
+        tensors = [tensor for _, tensor in pairs]
+        if not bundle.fits(tensors):
+            return False
+        if bundle.writes:
+            self._mark_dirty()
+        done = 0
+        for portion in bundle.move(tensors, self.body.addresses):
+            stop = portion.stop
+            intake.seen.update(zip(names[done:stop], bundle.facts[done:stop], strict=True))
+            intake.nbytes += portion.nbytes
+            intake.current, done = names[stop - 1], stop
+            if self.tell is not None:
+                self.tell()
+        return True
 
     def take_each(self, pairs: Iterable[Any], lane: Lane, *, lent: bool) -> Iterator[Any] | None:
         """Take tensors one by one, as long as they fit.

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from weightload.batching import Batch
+from weightload.bundle import Bundle
 from weightload.entries import Counts, Entry, Load
 from weightload.ledger import Region, locate, volume
 from weightload.plan import Form, Plan, View, Write
@@ -181,6 +182,7 @@ class Recorded:
             and the name.
         pool: memory that its loads stage in.
         routes: what has to be done for each name that was asked for so far.
+        bundles: what came in one call each of the last loads, by the first name.
     """
 
     plan: Plan
@@ -192,6 +194,7 @@ class Recorded:
     landings: dict[tuple[str, Role], dict[int, tuple[str, str, str]]] = attrs.field(factory=dict)
     pool: Pool = attrs.field(factory=Pool)
     routes: dict[str, Route | None] = attrs.field(factory=dict)
+    bundles: dict[str, Bundle] = attrs.field(factory=dict)
 
     @classmethod
     def of(cls, plan: Plan, model: nn.Module, load: Load) -> Recorded:

@@ -46,41 +46,50 @@ class _Part:
     Attributes:
         table: name of the attribute.
         counts: entries of each module's table.
+        filled: positions of the modules whose table is not empty.
         keys: names, those of all modules one after the other.
         values: what was there, weakly.
+        present: how many of these are no empty places.
     """
 
     table: str
     counts: list[int]
+    filled: list[int]
     keys: list[str]
     values: list[_Weak]
+    present: int
 
     @classmethod
     def of(cls, table: str, dicts: list[dict[str, Any]]) -> _Part:
         tables = [mine[table] for mine in dicts]
-        values = chain.from_iterable(map(dict.values, tables))
+        values = [*chain.from_iterable(map(dict.values, tables))]
         return cls(
             table=table,
             counts=[*map(len, tables)],
+            filled=[at for at, one in enumerate(tables) if one],
             keys=[*chain.from_iterable(tables)],
             values=[_nothing if value is None else ref(value) for value in values],
+            present=sum(value is not None for value in values),
         )
 
     def now(self, dicts: list[dict[str, Any]]) -> list[Any] | None:
         """Return what is there now if it is the same, without empty places; else ``None``."""
         tables = [*map(itemgetter(self.table), dicts)]
-        if [*map(len, tables)] != self.counts or [*chain.from_iterable(tables)] != self.keys:
+        if [*map(len, tables)] != self.counts:
+            return None
+        tables = [*map(tables.__getitem__, self.filled)]
+        if [*chain.from_iterable(tables)] != self.keys:
             return None
         found = [*chain.from_iterable(map(dict.values, tables))]
         if not all(map(is_, found, map(operator.call, self.values))):
             return None
         present = [value for value in found if value is not None]
-        return present if len(present) == len(found) - self.values.count(_nothing) else None
+        return present if len(present) == self.present else None
 
 
 @attrs.frozen(eq=False, repr=False)
-class _Setting:
-    """A number of one module, or a small container of numbers."""
+class _Integers:
+    """A small tensor of integers of one module."""
 
     place: int
     key: str
@@ -98,8 +107,7 @@ class _Settings:
     sizes: list[int]
     getters: list[Callable[[dict[str, Any]], Any] | None]
     values: list[Any]
-    containers: list[_Setting]
-    tensors: list[_Setting]
+    tensors: list[_Integers]
     others: list[set[str]]
 
     @classmethod
@@ -112,20 +120,20 @@ class _Settings:
                 make of it, which is undone before loaders see it.
         """
         made: dict[tuple[str, ...], Callable[[dict[str, Any]], Any]] = {}
-        found = cls(_sizes(dicts), [], [], [], [], others)
+        found = cls(_sizes(dicts), [], [], [], others)
         for place, (whole, left) in enumerate(zip(dicts, others, strict=True)):
-            mine = {key: value for key, value in whole.items() if key not in left}
-            keys = tuple(key for key, value in mine.items() if type(value) in _NUMBERS)
-            getter = made.setdefault(keys, itemgetter(*keys)) if keys else None
+            mine = {
+                key: copy.copy(value)
+                for key, value in whole.items()
+                if key not in left and (type(value) in _NUMBERS or _is_container(value))
+            }
+            getter = made.setdefault(tuple(mine), itemgetter(*mine)) if mine else None
             found.getters.append(getter)
             found.values.append(None if getter is None else getter(mine))
-            for key, value in mine.items():
-                if _is_container(value):
-                    found.containers.append(_Setting(place, key, copy.copy(value)))
             for key, tensor in _integers(whole):
                 if key in left:
                     continue
-                found.tensors.append(_Setting(place, key, tensor.detach().clone()))
+                found.tensors.append(_Integers(place, key, tensor.detach().clone()))
         return found
 
     def hold(self, dicts: list[dict[str, Any]]) -> bool:
@@ -136,9 +144,6 @@ class _Settings:
                 for getter, mine in zip(self.getters, dicts, strict=True)
             ]
             same = now == self.values
-            same = same and [dicts[one.place][one.key] for one in self.containers] == [
-                one.value for one in self.containers
-            ]
         except Exception:  # a number has become something that cannot be compared, or is gone
             return False
         if not same:
@@ -160,10 +165,8 @@ class _Settings:
             if one != two
         }
         now = _Settings.of([dicts[at] for at in changed], [self.others[at] for at in changed])
-        then = [one for one in (*self.containers, *self.tensors) if one.place in changed]
-        if now.values != [self.values[at] for at in changed] or len(then) != len(
-            [*now.containers, *now.tensors]
-        ):
+        then = [one for one in self.tensors if one.place in changed]
+        if now.values != [self.values[at] for at in changed] or len(then) != len(now.tensors):
             return False
         self.sizes = sizes
         return True
@@ -195,31 +198,48 @@ def _integers(mine: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
             yield key, value
 
 
-def _forms_of(tensors: list[torch.Tensor]) -> tuple[list[Any], ...]:
-    """Return shapes, strides, types and devices of tensors."""
-    with torch._C.DisableTorchFunctionSubclass():  # frameworks have parameters that intercept all
-        return (
-            [*map(attrgetter("shape"), tensors)],
-            [*map(methodcaller("stride"), tensors)],
-            [*map(attrgetter("dtype"), tensors)],
-            [*map(attrgetter("device"), tensors)],
-        )
+@attrs.frozen
+class _Forms:
+    """Shapes, strides, types and devices of tensors."""
+
+    shapes: list[torch.Size]
+    dtypes: list[torch.dtype]
+    strides: list[tuple[int, ...]] | None
+    devices: list[torch.device] | None
+
+    @classmethod
+    def of(cls, tensors: list[torch.Tensor], like: _Forms | None = None) -> _Forms:
+        """Look at tensors.
+
+        Strides are left out if all are contiguous, and devices if all are on the CPU.
+
+        Args:
+            tensors: what to look at.
+            like: what was found before; whatever is compared with it differs if they do.
+        """
+        with torch._C.DisableTorchFunctionSubclass():  # some parameters intercept everything
+            dense = like is None or like.strides is None
+            dense = dense and all(map(methodcaller("is_contiguous"), tensors))
+            host = like is None or like.devices is None
+            host = host and all(map(attrgetter("is_cpu"), tensors))
+            return cls(
+                [*map(attrgetter("shape"), tensors)],
+                [*map(attrgetter("dtype"), tensors)],
+                None if dense else [*map(methodcaller("stride"), tensors)],
+                None if host else [*map(attrgetter("device"), tensors)],
+            )
 
 
-_FACTS = ("storage", "address", "shape")
+_FACTS = ("address", "shape")
 
 
 def _facts_of(
-    tensors: list[torch.Tensor],
-) -> tuple[list[torch.UntypedStorage], tuple[list[Any], ...]]:
-    """Return the storages of tensors, and for each of :data:`_FACTS` what is true of them now."""
+    tensors: list[torch.Tensor], shapes: list[torch.Size] | None = None
+) -> tuple[list[Any], ...]:
+    """Return for each of :data:`_FACTS` what is true of tensors now; their shapes may be known."""
     with torch._C.DisableTorchFunctionSubclass():
-        storages = [*map(methodcaller("untyped_storage"), tensors)]
-        return storages, (
-            [*map(attrgetter("_cdata"), storages)],
-            [*map(methodcaller("data_ptr"), tensors)],
-            [*map(attrgetter("shape"), tensors)],
-        )
+        addresses = [*map(methodcaller("data_ptr"), tensors)]
+        return addresses, [*map(attrgetter("shape"), tensors)] if shapes is None else shapes
 
 
 class Body:
@@ -255,16 +275,19 @@ class Body:
 
     def hold(self) -> None:
         """Note where the tensors are, for :meth:`changes`; for a plain skeleton only."""
-        # That storages are held is what makes it right to compare addresses at the end.
-        self._storages, self._facts = _facts_of(self.tensors)
-        self.addresses = self._facts[1]
+        # That storages are held keeps their addresses from being used for others, so that it is
+        # enough to compare addresses at the end, and safe to write to them.
+        with torch._C.DisableTorchFunctionSubclass():
+            self._storages = [*map(methodcaller("untyped_storage"), self.tensors)]
+        self._facts = _facts_of(self.tensors, self.skeleton.forms.shapes)
+        self.addresses = self._facts[0]
 
     def changes(self) -> list[str]:
         """Name what is not what it was at :meth:`hold`; only parameters and buffers are looked at."""
         now = self.skeleton.tensors_now(self._dicts)
         if now is None:
             return self._replaced()
-        _, facts = _facts_of(now)
+        facts = _facts_of(now)
         if facts == self._facts:
             return []
         problems = []
@@ -304,6 +327,7 @@ class Skeleton:
         places: at which position in them each name of a tensor is.
         plain: whether all of them have data in a storage of their own.
         marks: what is known about the modules, in their order.
+        forms: those of parameters and buffers, if it is plain.
     """
 
     names: list[str]
@@ -318,7 +342,7 @@ class Skeleton:
     _registry: ModuleRegistry
     _rules: int
     _strategies: list[list[type]]
-    _forms: tuple[list[Any], ...]
+    forms: _Forms
 
     @classmethod
     def of(
@@ -364,8 +388,13 @@ class Skeleton:
             registry=registry,
             rules=registry.revision,
             strategies=_strategies(dicts, registry),
-            forms=_forms_of([*tensors.values()]) if plain else (),
+            forms=_Forms.of([*tensors.values()] if plain else []),
         )
+
+    @property
+    def on_host(self) -> bool:
+        """Whether all parameters and buffers are on the CPU."""
+        return self.plain and self.forms.devices is None
 
     def body(self, model: nn.Module) -> Body | None:
         """Return what ``model`` consists of, ``None`` if it is not what was remembered."""
@@ -380,7 +409,7 @@ class Skeleton:
         if _strategies(dicts, self._registry) != self._strategies:
             return None
         tensors = self.tensors_now(dicts)
-        if tensors is None or (self.plain and _forms_of(tensors) != self._forms):
+        if tensors is None or (self.plain and _Forms.of(tensors, self.forms) != self.forms):
             return None
         return Body(self, modules, dicts, tensors)
 
