@@ -10,20 +10,28 @@ from __future__ import annotations
 import contextvars
 import itertools
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from itertools import repeat
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary, ref
 
 import attrs
 
-from weightload.errors import ModelBusyError, ModelPoisonedError, SessionMisnestedError
+from weightload.errors import (
+    ModelBusyError,
+    ModelPoisonedError,
+    SessionMisnestedError,
+    WeightLoadError,
+)
 
 if TYPE_CHECKING:
     from weightload.session import WeightLoadSession
 
 __all__ = [
     "ForwardGuard",
+    "Guards",
     "Mark",
     "Poison",
     "claim",
@@ -186,9 +194,20 @@ def claim(
 
 
 def release(
-    session: WeightLoadSession, modules: Iterable[Any], marks: Sequence[Mark] | None = None
+    session: WeightLoadSession,
+    modules: Iterable[Any],
+    marks: Sequence[Mark] | None = None,
+    *,
+    guarded: bool = True,
 ) -> None:
-    """Give up the claims that ``session`` holds on ``modules``; others are left alone."""
+    """Give up the claims that ``session`` holds on ``modules``; others are left alone.
+
+    Args:
+        session: which has ended.
+        modules: of the tree.
+        marks: theirs, in this order, if they are at hand.
+        guarded: whether there may be guards of :func:`guard_open` to take away.
+    """
     modules = list(modules)
     marks = [*map(mark_of, modules)] if marks is None else marks
     mine = ref(session)  # the same object for everybody who asks
@@ -197,7 +216,8 @@ def release(
             claim = mark.claim
             if claim is mine or (claim is not None and claim() is None):
                 mark.claim = None
-                _guard(module, mark)
+                if guarded or mark.poison is not None:
+                    _guard(module, mark)
 
 
 def _owner(module: Any) -> WeightLoadSession | None:
@@ -223,18 +243,17 @@ class ForwardGuard:
 
     Code that runs inside a session, such as a hook that calls its module, computes as ever.
 
-    Attributes:
-        reason: why not: poison, or an open session; its ``error()`` is raised.
+    Args:
+        module: the module; it is known weakly, so that a guard can be kept for later sessions.
+        cause: says why not; guards may share it.
     """
 
-    __slots__ = ("_module", "_own", "reason")
+    __slots__ = ("_cause", "_module", "_own")
 
-    def __init__(self, module: Any, reason: Poison | _Open) -> None:
-        mine = module.__dict__
-        self.reason = reason
-        self._module = module
-        self._own = mine.get("forward")
-        mine["forward"] = self
+    def __init__(self, module: Any, cause: _Cause) -> None:
+        self._cause = cause
+        self._module = ref(module)
+        self._own = module.__dict__.get("forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse.
@@ -243,19 +262,29 @@ class ForwardGuard:
             WeightLoadError: always, but from inside a session.
         """
         if current_session() is None:
-            raise self.reason.error()
+            raise self._cause.error()
         if self._own is not None:
             return self._own(*args, **kwargs)
-        return type(self._module).forward(self._module, *args, **kwargs)
+        module: Any = self._module()
+        return type(module).forward(module, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies of a model, pickled or not, are guarded for the same cause."""
+        return ForwardGuard, (self._module(), self._cause), self._own
+
+    def __setstate__(self, own: Any) -> None:
+        """Take the module's own ``forward``."""
+        self._own = own
 
     @classmethod
-    def install(cls, module: Any, reason: Poison | _Open) -> None:
-        """Guard ``module``, or change the reason if it is guarded."""
-        guard = module.__dict__.get("forward")
-        if type(guard) is cls:
-            guard.reason = reason
-        else:
-            cls(module, reason)
+    def install(cls, module: Any, cause: _Cause) -> None:
+        """Guard ``module``, or change the cause if it is guarded."""
+        mine = module.__dict__
+        guard = cls(module, cause)
+        before = mine.get("forward")
+        if type(before) is cls:
+            guard._own = before._own
+        mine["forward"] = guard
 
     @classmethod
     def remove(cls, module: Any) -> None:
@@ -270,11 +299,22 @@ class ForwardGuard:
             mine["forward"] = guard._own
 
 
-@attrs.frozen
-class _Open:
-    """The reason why a model does not compute while a session is open on it."""
+class _Cause(Protocol):
+    """Why a module does not compute."""
 
-    session: int
+    def error(self) -> WeightLoadError:
+        """Make the error that the module answers with."""
+
+
+@attrs.define
+class _Open:
+    """A model does not compute while a session is open on it.
+
+    Attributes:
+        session: number of the session.
+    """
+
+    session: int = 0
 
     def error(self) -> ModelBusyError:
         """Make the error that the model answers with."""
@@ -285,14 +325,48 @@ class _Open:
         )
 
 
+class Guards:
+    """The guards of all modules of a model, kept from one session to the next.
+
+    Args:
+        modules: which are not kept alive by it.
+    """
+
+    def __init__(self, modules: Iterable[Any]) -> None:
+        self._open = _Open()
+        self._guards = [ForwardGuard(module, self._open) for module in modules]
+
+    def put(self, session: WeightLoadSession, dicts: Sequence[dict[str, Any]]) -> bool:
+        """Let no module compute while ``session`` is open, if they have nothing in the guards' place.
+
+        Args:
+            session: which is going to be open.
+            dicts: the attributes of the modules.
+
+        Returns:
+            Whether that was done.
+        """
+        if [*map(dict.get, dicts, repeat("forward"))].count(None) < len(dicts):
+            return False
+        self._open.session = session.id
+        deque(map(dict.__setitem__, dicts, repeat("forward"), self._guards), maxlen=0)
+        return True
+
+    def take(self, dicts: Sequence[dict[str, Any]]) -> None:
+        """Take away what :meth:`put` has put there, and nothing else."""
+        found = [*map(dict.pop, dicts, repeat("forward"), repeat(None))]
+        if found == self._guards:
+            return
+        for mine, guard, other in zip(dicts, self._guards, found, strict=True):
+            if other is not None and other is not guard:
+                mine["forward"] = other
+
+
 def guard_open(session: WeightLoadSession, modules: Iterable[Any]) -> None:
     """Let no module compute while ``session`` is open; :func:`release` ends that."""
-    reason = _Open(session.id)
+    cause = _Open(session.id)
     for module in modules:
-        if "forward" in module.__dict__:
-            ForwardGuard.install(module, reason)
-        else:
-            ForwardGuard(module, reason)
+        ForwardGuard.install(module, cause)
 
 
 def record_version(

@@ -185,6 +185,7 @@ class WeightLoadSession:
         self._modules: dict[str, nn.Module] = {}
         self._recorded: Recorded | None = None
         self._body: Body | None = None
+        self._guarded = False
         self._quick: Quick | None = None
         self._whole = False
         self._express: Express | None = None
@@ -634,7 +635,9 @@ class WeightLoadSession:
             salt = str(self.version)
             self._intake.verification = Verification(mode=self._verify, salt=salt)
         if self._kind == "reload":
-            ownership.guard_open(self, self._modules.values())
+            self._guarded = self._body is not None and self._body.guard(self)
+            if not self._guarded:
+                ownership.guard_open(self, self._modules.values())
         quick = self._quick = self._quick_way()
         if quick is None:
             self._open_board(self._modules)
@@ -1073,7 +1076,9 @@ class WeightLoadSession:
         if vars(self.model).get(ownership.HOLDER) is self:
             del vars(self.model)[ownership.HOLDER]
         self._express = None  # it knows the tensors, and a caller may keep the session
-        ownership.release(self, self._modules.values(), self._marks)
+        if self._guarded and self._body is not None:
+            self._body.let_compute()
+        ownership.release(self, self._modules.values(), self._marks, guarded=not self._guarded)
         if self._board is not None:
             self._board.close()
         if self._recorded is not None:

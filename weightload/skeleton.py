@@ -12,7 +12,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, repeat
 from operator import attrgetter, is_, itemgetter, methodcaller
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import attrs
@@ -20,10 +20,13 @@ import torch
 from torch import nn
 
 from weightload.entries import join
-from weightload.ownership import HOLDER, ForwardGuard, Mark, mark_of
+from weightload.ownership import HOLDER, ForwardGuard, Guards, Mark, mark_of
 from weightload.record import SECTIONS, record_of
 from weightload.registry import ModuleRegistry
 from weightload.storage import inner_tensors, storage_key
+
+if TYPE_CHECKING:
+    from weightload.session import WeightLoadSession
 
 __all__ = ["Body", "Skeleton"]
 
@@ -72,8 +75,13 @@ class _Part:
             present=sum(value is not None for value in values),
         )
 
-    def now(self, dicts: list[dict[str, Any]]) -> list[Any] | None:
-        """Return what is there now if it is the same, without empty places; else ``None``."""
+    def now(self, dicts: list[dict[str, Any]], before: list[Any] | None = None) -> list[Any] | None:
+        """Return what is there now if it is the same, without empty places; else ``None``.
+
+        Args:
+            dicts: the attributes of all modules.
+            before: what was returned before, at the least, if somebody has held it since.
+        """
         tables = [*map(itemgetter(self.table), dicts)]
         if [*map(len, tables)] != self.counts:
             return None
@@ -81,10 +89,12 @@ class _Part:
         if [*chain.from_iterable(tables)] != self.keys:
             return None
         found = [*chain.from_iterable(map(dict.values, tables))]
-        if not all(map(is_, found, map(operator.call, self.values))):
-            return None
         present = [value for value in found if value is not None]
-        return present if len(present) == self.present else None
+        if before is None:
+            same = all(map(is_, found, map(operator.call, self.values)))
+        else:
+            same = all(map(is_, present, before))
+        return present if same and len(present) == self.present else None
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -273,6 +283,14 @@ class Body:
         self._storages: list[torch.UntypedStorage] = []
         self._facts: tuple[list[Any], ...] = ()
 
+    def guard(self, session: WeightLoadSession) -> bool:
+        """Let no module compute while a session is open; return whether that was possible at once."""
+        return self.skeleton.guards.put(session, self._dicts)
+
+    def let_compute(self) -> None:
+        """End that."""
+        self.skeleton.guards.take(self._dicts)
+
     def hold(self) -> None:
         """Note where the tensors are, for :meth:`changes`; for a plain skeleton only."""
         # That storages are held keeps their addresses from being used for others, so that it is
@@ -284,7 +302,7 @@ class Body:
 
     def changes(self) -> list[str]:
         """Name what is not what it was at :meth:`hold`; only parameters and buffers are looked at."""
-        now = self.skeleton.tensors_now(self._dicts)
+        now = self.skeleton.tensors_now(self._dicts, self.tensors)
         if now is None:
             return self._replaced()
         facts = _facts_of(now)
@@ -327,6 +345,7 @@ class Skeleton:
         places: at which position in them each name of a tensor is.
         plain: whether all of them have data in a storage of their own.
         marks: what is known about the modules, in their order.
+        guards: keep them from computing.
         forms: those of parameters and buffers, if it is plain.
     """
 
@@ -335,6 +354,7 @@ class Skeleton:
     places: dict[str, int]
     plain: bool
     marks: list[Mark]
+    guards: Guards
     _modules: list[_Weak]
     _types: list[type]
     _parts: list[_Part]
@@ -381,6 +401,7 @@ class Skeleton:
             places={name: at for at, name in enumerate(tensors)},
             plain=plain,
             marks=[*map(mark_of, modules.values())],
+            guards=Guards(modules.values()),
             modules=[ref(module) for module in modules.values()],
             types=[*map(type, modules.values())],
             parts=[_Part.of(table, dicts) for table in _PARTS],
@@ -413,11 +434,18 @@ class Skeleton:
             return None
         return Body(self, modules, dicts, tensors)
 
-    def tensors_now(self, dicts: list[dict[str, Any]]) -> list[torch.Tensor] | None:
-        """Return parameters and buffers if they are the same objects, else ``None``."""
+    def tensors_now(
+        self, dicts: list[dict[str, Any]], before: list[torch.Tensor] | None = None
+    ) -> list[torch.Tensor] | None:
+        """Return parameters and buffers if they are the same objects, else ``None``.
+
+        Args:
+            dicts: the attributes of all modules.
+            before: what they were, if somebody has held them since.
+        """
         found: list[torch.Tensor] = []
         for part in self._parts[1:]:
-            tensors = part.now(dicts)
+            tensors = part.now(dicts, None if before is None else before[len(found) :])
             if tensors is None:
                 return None
             found += tensors
