@@ -43,6 +43,7 @@ class Arrivals:
         self._hosting: dict[int, tuple[str, Unit]] = {}
         self._alone: dict[int, Entry] = {}
         self._ready: dict[int, Unit] = {}
+        self._dirties = False
         self._trial: Intake | None = None
         self._left: set[int] = set()
         self._expected: list[tuple[Entry, Region]] = []
@@ -219,7 +220,7 @@ class Arrivals:
         if region is not None and entry.gaps:
             self._keep_defaults(entry, region)
         if entry.staging is None:
-            self._load.mark_dirty()
+            self._dirties = True
         if intake.verification is not None and not entry.packed:
             intake.verification.note(entry, region, target, source)
         self._load.counts.bytes_written += target.numel() * target.element_size()
@@ -245,6 +246,12 @@ class Arrivals:
                 parameter=entry.names[0],
             )
         return True
+
+    def writing(self) -> None:
+        """Note that live memory is written, if it is: nothing has refused the operation."""
+        if self._dirties:
+            self._load.mark_dirty()
+        self._dirties = False
 
     def _check_scope(
         self, entry: Entry, watched: Watched, region: Region | None, name: str | None

@@ -44,6 +44,7 @@ class Express:
         self._arrivals = arrivals
         self._entries = {name: entry for entry in load.entries for name in entry.names}
         self._checked: dict[str, bool] = {}
+        self._begun: dict[str, tuple[Entry, int]] = {}
         self._threads = torch.get_num_threads() > 1
         self._batch = Batch()
 
@@ -74,6 +75,8 @@ class Express:
 
     def put(self, name: str, tensor: torch.Tensor, route: Route) -> bool:
         """Do the same with a tensor whose form is known to be that of its route."""
+        if len(route.copies) == 1 and self._continue(name, tensor, route, route.copies[0]):
+            return True
         found = []
         for copy in route.copies:
             entry = self._entries[copy.place]
@@ -88,6 +91,30 @@ class Express:
             self._do(name, copy, entry, tensor)
         if self._batch and self._arrivals.ready:
             self.flush()  # the hooks of what is complete read it
+        return True
+
+    def _continue(self, name: str, tensor: torch.Tensor, route: Route, copy: Copy) -> bool:
+        """Move one run of bytes to where others have been moved before; return whether that is done.
+
+        Many experts go to one tensor; what is true of it has been looked at for the first of them.
+        """
+        entry, address = self._begun.get(copy.place, (None, 0))
+        if (
+            entry is None
+            or copy.start is None
+            or entry.closed
+            or entry.watched is None
+            or entry.ledger.has(copy.region)
+            or not tensor.is_cpu
+            or (copy.nbytes >= LARGE and self._threads)
+        ):
+            return False
+        self._load.intake.take(name, tensor, route.fact, route.nbytes)
+        move(address + copy.to, tensor.data_ptr() + copy.start, copy.nbytes)
+        self._load.counts.bytes_written += copy.nbytes
+        entry.ledger.fill(copy.region, name, copy.count)
+        if entry.readers and not entry.ledger.lacks:
+            self._arrivals.note_ready(entry)
         return True
 
     @property
@@ -198,6 +225,8 @@ class Express:
             ):
                 first = watched.hold.data_ptr() + watched.base_offset * tensor.itemsize
                 move(first + copy.to, tensor.data_ptr() + copy.start, copy.nbytes)
+                if verification is None and not entry.gaps:
+                    self._begun[copy.place] = entry, first
             else:
                 copy.carry_out(entry.tensor, tensor, self._batch)
         finally:

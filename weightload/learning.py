@@ -301,6 +301,9 @@ class _WrittenStorages:
             self.before[key] = watched.tensor.detach().clone()
         return True
 
+    def writing(self) -> None:
+        """Nothing to do."""
+
     def after_write(self, watched: Watched, region: Region | None) -> None:
         """Nothing to do."""
 

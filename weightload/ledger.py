@@ -180,9 +180,14 @@ class RegionLedger:
     """
 
     shape: tuple[int, ...]
+    _whole: int = attrs.field(init=False)
     _written: dict[Region, str | None] = attrs.field(factory=dict, init=False)
     _volume: int = attrs.field(default=0, init=False)
     _disjoint: bool = attrs.field(default=True, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        """Count the elements."""
+        self._whole = math.prod(self.shape)
 
     def enter(self, region: Region, source: str | None) -> str | None:
         """Enter one write.
@@ -206,6 +211,11 @@ class RegionLedger:
         """
         self._written[region] = source
         self._volume += count
+
+    @property
+    def lacks(self) -> bool:
+        """Whether so little has arrived that something must be missing."""
+        return self._volume < self._whole
 
     def has(self, region: Region) -> bool:
         """Whether exactly this region was filled."""
@@ -240,13 +250,12 @@ class RegionLedger:
 
     def complete(self, not_expected: Sequence[Region] = ()) -> bool:
         """Whether everything arrived but for the regions that no checkpoint brings."""
-        whole = math.prod(self.shape)
-        if not not_expected and self._volume < whole:
+        if not not_expected and self._volume < self._whole:
             return False
         count = self._volume + sum(map(volume, not_expected))
-        if count < whole:
+        if count < self._whole:
             return False
-        if self._disjoint and count == whole:
+        if self._disjoint and count == self._whole:
             return True
         return not self.missing(not_expected)
 

@@ -99,6 +99,9 @@ class WriteListener(Protocol):
         ``source`` is what a plain copy copies, ``None`` for every other operation.
         """
 
+    def writing(self) -> None:
+        """All writes of an operation were asked about, none was refused, and they happen now."""
+
     def after_write(self, watched: Watched, region: Region | None) -> None:
         """The write has happened."""
 
@@ -209,6 +212,7 @@ class WriteObserver(TorchDispatchMode):
                     f"to be written. Write them one by one."
                 )
             return written[0][0] if func._schema.returns else None
+        self._listener.writing()
         result = func(*args, **kwargs)
         for watched, region in marks:
             self._listener.after_write(watched, region)
@@ -222,6 +226,7 @@ class WriteObserver(TorchDispatchMode):
             for part in inner_tensors(target).values():
                 for watched in self._by_storage.get(storage_key(part) or 0, ()):
                     self._listener.before_write(watched, None, part, None)
+        self._listener.writing()
 
     def _tell_reads(self, op: str, touched: list[torch.Tensor], args: tuple[Any, ...]) -> None:
         for tensor in touched:

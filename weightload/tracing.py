@@ -408,6 +408,9 @@ class Recorder:
                 self._looked.add(entry.names[0])
         self._target = None
 
+    def writing(self) -> None:
+        """Nothing to do."""
+
     def after_write(self, watched: Watched, region: Region | None) -> None:
         """Nothing was written."""
 

@@ -12,6 +12,7 @@ from weightload import (
     UnexpectedWeightError,
     UnsupportedError,
     UsageError,
+    WeightLoadError,
     WeightLoadSession,
     WeightMismatchError,
     poison_of,
@@ -560,3 +561,31 @@ def test_states_differ():
     """The states that the tests above mix differ in every tensor."""
     one, two = make_state(mixed, 1), make_state(mixed, 2)
     assert all(not torch.equal(one[name], two[name]) for name in one)
+
+
+def load_and_finish(session, weights):
+    session.load(weights)
+    session.finish()
+
+
+@pytest.mark.long_way("the loader writes elsewhere, where a plan would not ask it")
+@pytest.mark.parametrize("toy", ["buffers", "plain", "repacked", "everything"])
+def test_an_atomic_load_of_one_tensor_that_a_loader_writes_elsewhere_leaves_the_model_intact(toy):
+    """Also if a buffer that is in the scope looks into the memory of a weight that is not."""
+    for wanted in Bench(TOYS[toy]).state(2):
+        bench = Bench(TOYS[toy])
+        state = bench.state(2)
+
+        class Rogue(type(bench.model)):
+            def load_weights(self, weights, wanted=wanted):
+                for name, tensor in weights:
+                    for other, place in (*self.named_parameters(), *self.named_buffers()):
+                        if other != name and place.shape == tensor.shape:
+                            place.data.copy_(tensor)
+
+        bench.model.__class__ = Rogue
+        session = bench.open(scope=Scope.only([wanted]), commit="atomic")
+        with pytest.raises(WeightLoadError) as caught:
+            load_and_finish(session, {wanted: state[wanted]})
+        assert caught.value.model_intact
+        bench.check_ended(session, caught.value)

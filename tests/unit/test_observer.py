@@ -14,6 +14,7 @@ class Notes:
         self.writes, self.done, self.reads, self.touched = [], [], [], []
         self.sources = []
         self.allow = True
+        self.executed = 0
 
     def before_touch(self, storage):
         self.touched.append(storage)
@@ -22,6 +23,9 @@ class Notes:
         self.writes.append(region)
         self.sources.append(source)
         return self.allow
+
+    def writing(self):
+        self.executed += 1
 
     def after_write(self, watched, region):
         self.done.append(region)
@@ -265,3 +269,31 @@ def test_several_tensors_at_once_cannot_be_refused_in_part(notes):
     with observer, pytest.raises(UnsupportedError, match="_foreach_add_"):
         torch._foreach_add_([one, two], 1.0)
     assert torch.equal(torch.cat([one, two]), torch.zeros(4))
+
+
+@pytest.mark.parametrize("allow", [True, False])
+def test_a_write_is_announced_once_all_that_look_into_its_memory_have_been_asked(
+    place, notes, allow
+):
+    notes.observer.watch(place[2])
+    notes.allow = allow
+    with notes.observer:
+        place.data.copy_(ONES)
+    assert len(notes.writes) == 2
+    assert notes.executed == allow
+
+
+def test_what_one_of_them_refuses_is_not_announced(place, notes):
+    notes.observer.watch(place[2])
+    asked = []
+
+    def refuse_the_second(watched, region, target, source):
+        asked.append(watched)
+        if len(asked) == 2:
+            raise UnsupportedError("no")
+        return True
+
+    notes.before_write = refuse_the_second
+    with pytest.raises(UnsupportedError), notes.observer:
+        place.data.copy_(ONES)
+    assert (len(asked), notes.executed, place.sum()) == (2, 0, 0)
