@@ -569,7 +569,7 @@ def load_and_finish(session, weights):
 
 
 @pytest.mark.long_way("the loader writes elsewhere, where a plan would not ask it")
-@pytest.mark.parametrize("toy", ["buffers", "plain", "repacked", "everything"])
+@pytest.mark.parametrize("toy", ["buffers", "plain", "repacked"])
 def test_an_atomic_load_of_one_tensor_that_a_loader_writes_elsewhere_leaves_the_model_intact(toy):
     """Also if a buffer that is in the scope looks into the memory of a weight that is not."""
     for wanted in Bench(TOYS[toy]).state(2):
