@@ -195,6 +195,11 @@ class Recorded:
     pool: Pool = attrs.field(factory=Pool)
     routes: dict[str, Route | None] = attrs.field(factory=dict)
     bundles: dict[str, Bundle] = attrs.field(factory=dict)
+    _skipped: frozenset[str] = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        """Make what is a list in the plan quick to look up."""
+        self._skipped = frozenset(self.plan.skipped)
 
     @classmethod
     def of(cls, plan: Plan, model: nn.Module, load: Load) -> Recorded:
@@ -226,7 +231,7 @@ class Recorded:
     def _make(self, name: str, entries: Mapping[str, Entry]) -> Route | None:
         plan = self.plan
         writes = plan.writes.get(name)
-        if writes is None and name not in plan.skipped:
+        if writes is None and name not in self._skipped:
             return None
         form, copies = plan.sources[name], []
         for write in writes or ():
