@@ -64,14 +64,18 @@ class Bundle:
 
     @classmethod
     def of(cls, names: list[str], routes: Mapping[str, Any], runs: _Runs) -> Bundle:
-        """Make it of names that all have a route and runs."""
+        """Make it of names that all have a route; those without runs go nowhere."""
         mine = [routes[name] for name in names]
         portions = []
         for begin in range(0, len(names), _AT_ONCE):
             some = range(begin, min(begin + _AT_ONCE, len(names)))
             nbytes = sum(mine[at].nbytes for at in some)
             portions.append(
-                Portion(some.stop, nbytes, [(at, *run) for at in some for run in runs[names[at]]])
+                Portion(
+                    some.stop,
+                    nbytes,
+                    [(at, *run) for at in some for run in runs.get(names[at], ())],
+                )
             )
         return cls(
             names=names,

@@ -36,6 +36,8 @@ class Filling:
     Args:
         checkpoint: what is read.
         reserve: gives the places that are known.
+        ready: says whether what was reserved is to be processed, so that it is read at once and
+            its memory does not wait beside that of the next layer.
         leaves: says which names nobody waits for, so that they are not read.
         filled: what is yielded when places were filled.
     """
@@ -45,11 +47,13 @@ class Filling:
         checkpoint: Checkpoint,
         *,
         reserve: Reserve,
+        ready: Callable[[], bool],
         leaves: Callable[[str], bool],
         filled: Any,
     ) -> None:
         self._checkpoint = checkpoint
         self._reserve = reserve
+        self._ready = ready
         self._leaves = leaves
         self._filled = filled
         self._scratch = _kept.pop() if _kept else torch.empty(0, dtype=torch.uint8)
@@ -84,7 +88,7 @@ class Filling:
             for start, nbytes, address, tensor in places:
                 pieces.append(Piece(name, header.offset + start, nbytes, address, tensor))
             waiting += header.nbytes
-            if waiting >= STEP:
+            if waiting >= STEP or self._ready():
                 yield self._fill(handle, first, pieces)
                 pieces, waiting = [], 0
         if pieces:

@@ -84,6 +84,11 @@ class Quick:
         )
 
     @property
+    def ready(self) -> bool:
+        """Whether something is complete and has to be processed."""
+        return self._express is not None and self._express.ready
+
+    @property
     def complete(self) -> bool:
         """Whether every name came that fills something."""
         return self._needed <= self._intake.seen.keys()
@@ -179,11 +184,16 @@ class Quick:
             if tell is not None:
                 tell()
         self._flush()
-        if intake.verification is None and runs.keys() >= found.keys():
-            names = [*found]
-            for name in names[:1]:
-                self.recorded.bundles[name] = Bundle.of(names, found, runs)
+        if intake.verification is None:
+            self._keep_bundle(found)
         return None
+
+    def _keep_bundle(self, found: Mapping[str, Route]) -> None:
+        """Remember what came in one call, if runs of bytes are all that has to be moved."""
+        runs = self._runs
+        if found and all(name in runs or not route.copies for name, route in found.items()):
+            names = [*found]
+            self.recorded.bundles[names[0]] = Bundle.of(names, found, runs)
 
     def _take_bundle(self, pairs: Sequence[Any]) -> bool:
         """Take tensors that come as they came before, if they do; return whether that was so."""

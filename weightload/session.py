@@ -847,7 +847,19 @@ class WeightLoadSession:
                 preflight.check_forms(board, self.model, self._intake, forms)
 
     def _filling(self, checkpoint: Checkpoint) -> Filling:
-        return Filling(checkpoint, reserve=self._reserve, leaves=self._intake.leaves, filled=FILLED)
+        return Filling(
+            checkpoint,
+            reserve=self._reserve,
+            ready=self._ready,
+            leaves=self._intake.leaves,
+            filled=FILLED,
+        )
+
+    def _ready(self) -> bool:
+        """Whether a plan has brought all that something needs to be processed."""
+        if self._quick is not None and not self._whole:
+            return self._quick.ready
+        return self._express is not None and self._express.ready
 
     def _reserve(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> list[Place] | None:
         """Return where a tensor has to be put, if a plan knows; see :meth:`Express.reserve`."""

@@ -102,7 +102,7 @@ def s1(options: Options) -> Row:
         facts={
             "tensors": len(names),
             "bytes": values.nbytes,
-            "owned": receipts[-1].consumed,
+            "owned": receipts[-1].consumed.count,
             "us per tensor": series.cpu("ours") / len(names) * 1e6,
         },
     )

@@ -7,9 +7,11 @@ can give away grows with the order in which tensors come.
 
 import pytest
 import torch
+from files_of import write
 from torch import nn
 
 from weightload import (
+    Checkpoint,
     IncompleteLoadError,
     ProcessingError,
     StagingBudgetError,
@@ -289,3 +291,15 @@ def test_a_stream_that_made_much_wait_is_expected_again(monkeypatch):
     for _ in range(2):
         by_layer = bench.reload(bench.state(6), plans=True).receipt.staging_peak_bytes
     assert WEIGHT <= by_layer <= 2 * WEIGHT
+
+
+def test_a_file_is_not_read_on_before_a_layer_is_processed_that_has_come(tmp_path):
+    """Its memory would wait beside that of the next one."""
+    bench = judged(layers.Linear, *[layers.RoomLinear] * 4)
+    for seed in (4, 5):
+        write(tmp_path / "model.safetensors", bench.state(seed))
+        with bench.session(plans=True) as session:
+            session.load(Checkpoint(tmp_path))
+        bench.serves = bench.state(seed)
+        bench.check_finished(session)
+        assert session.receipt.staging_peak_bytes <= WEIGHT + layers.WIDTH * 4
