@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from operator import attrgetter, methodcaller
+from operator import attrgetter, eq, is_, methodcaller
 from typing import Any
 
 import attrs
@@ -91,11 +91,11 @@ class Bundle:
         return any(portion.runs for portion in self.portions)
 
     def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether tensors, which have come under the names, are what they were."""
+        """Whether as many tensors, which have come under the names, are what they were."""
         return (
             PLAIN.issuperset(map(type, tensors))
-            and [*map(attrgetter("dtype"), tensors)] == self.dtypes
-            and [*map(attrgetter("shape"), tensors)] == self.shapes
+            and all(map(is_, map(attrgetter("dtype"), tensors), self.dtypes))
+            and all(map(eq, map(attrgetter("shape"), tensors), self.shapes))
             and all(map(methodcaller("is_contiguous"), tensors))
             and all(map(attrgetter("is_cpu"), tensors))
             and not any(map(methodcaller("is_neg"), tensors))

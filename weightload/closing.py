@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from operator import attrgetter
 
 import attrs
 
@@ -60,7 +61,7 @@ def make_receipt(
     if quick is not None:
         counts += quick.counts()
         others = intake.seen.keys() - quick.part.needed
-        new = any(intake.seen[name].consumed for name in others)
+        new = any(map(attrgetter("consumed"), map(intake.seen.__getitem__, others)))
         if quick.complete and scope.is_full and not new:
             consumed, skipped = quick.part.consumed, others
     if consumed is None:

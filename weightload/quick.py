@@ -151,14 +151,14 @@ class Quick:
 
     def take_all(self, pairs: Sequence[Any]) -> Sequence[Any] | None:
         """Take tensors that are all at hand; return what is left, all if one does not fit."""
-        if self._take_bundle(pairs):
+        try:
+            names, tensors = [name for name, _ in pairs], [tensor for _, tensor in pairs]
+        except (TypeError, ValueError):
+            return pairs
+        if self.take_bundle(names, tensors):
             return None
         found: dict[str, Route] = {}
-        for pair in pairs:
-            try:
-                name, tensor = pair
-            except (TypeError, ValueError):
-                return pairs
+        for name, tensor in zip(names, tensors, strict=True):
             route = self._route(name, tensor)
             if route is None or name in found:
                 return pairs
@@ -195,14 +195,11 @@ class Quick:
             names = [*found]
             self.recorded.bundles[names[0]] = Bundle.of(names, found, runs)
 
-    def _take_bundle(self, pairs: Sequence[Any]) -> bool:
+    def take_bundle(self, names: list[Any], tensors: list[Any]) -> bool:
         """Take tensors that come as they came before, if they do; return whether that was so."""
         intake = self._intake
-        try:
-            names = [name for name, _ in pairs]
-            bundle = self.recorded.bundles.get(names[0]) if names else None
-        except (TypeError, ValueError):
-            return False
+        first = names[0] if names else None
+        bundle = self.recorded.bundles.get(first) if type(first) is str else None
         if (
             bundle is None
             or not self._on_host
@@ -210,10 +207,8 @@ class Quick:
             or intake.wanted is not None
             or names != bundle.names
             or not intake.seen.keys().isdisjoint(names)
+            or not bundle.fits(tensors)
         ):
-            return False
-        tensors = [tensor for _, tensor in pairs]
-        if not bundle.fits(tensors):
             return False
         if bundle.writes:
             self._mark_dirty()

@@ -293,6 +293,8 @@ class WeightLoadSession:
         if self._quick is None or self._whole:
             return weights
         with self._working():
+            if type(weights) is dict and self._quick.take_bundle([*weights], [*weights.values()]):
+                return None
             if isinstance(weights, Collection):
                 return self._quick.take_all(self._intake.read(weights))
             pairs = self._intake.watched(weights)
