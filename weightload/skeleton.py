@@ -420,9 +420,9 @@ class Skeleton:
     def body(self, model: nn.Module) -> Body | None:
         """Return what ``model`` consists of, ``None`` if it is not what was remembered."""
         modules = [*map(operator.call, self._modules)]
-        if modules[0] is not model or None in modules or [*map(type, modules)] != self._types:
-            return None
-        dicts: list[dict[str, Any]] = [vars(module) for module in modules]
+        if modules[0] is not model or [*map(type, modules)] != self._types:
+            return None  # a module that has gone is one of these types no longer
+        dicts: list[dict[str, Any]] = [*map(vars, modules)]
         if self._parts[0].now(dicts) is None or not self._settings.hold(dicts):
             return None
         if self._rules != self._registry.revision:
