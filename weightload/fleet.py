@@ -112,6 +112,8 @@ class Fleet:
         check_finite: bool = False,
         strict: bool | None = None,
         verify: str | None = None,
+        staging_budget: int | None = None,
+        plans: bool | None = None,
         draft: str | None = None,
     ) -> FleetReceipt:
         """Bring every engine to these weights, or none.
@@ -129,6 +131,8 @@ class Fleet:
             check_finite: see there.
             strict: see there.
             verify: see there; then engines also compare digests of what they received.
+            staging_budget: see there.
+            plans: see there.
             draft: as for :func:`weightload.vllm.reload`.
 
         Raises:
@@ -147,6 +151,8 @@ class Fleet:
             "check_finite": check_finite,
             "strict": strict,
             "verify": verify,
+            "staging_budget": staging_budget,
+            "plans": plans,
             "draft": draft,
         }
         began = time.monotonic()

@@ -422,7 +422,7 @@ class Skeleton:
         modules = [*map(operator.call, self._modules)]
         if modules[0] is not model or [*map(type, modules)] != self._types:
             return None  # a module that has gone is one of these types no longer
-        dicts: list[dict[str, Any]] = [*map(vars, modules)]
+        dicts: list[Any] = [*map(vars, modules)]
         if self._parts[0].now(dicts) is None or not self._settings.hold(dicts):
             return None
         if self._rules != self._registry.revision:

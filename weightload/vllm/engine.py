@@ -49,6 +49,8 @@ def reload(
     check_finite: bool = False,
     strict: bool | None = None,
     verify: str | None = None,
+    staging_budget: int | None = None,
+    plans: bool | None = None,
     reset_caches: Iterable[str] | bool = caches.ALL,
     publish: Iterable[Publish] = (),
     veto: Iterable[Veto] = (),
@@ -69,11 +71,13 @@ def reload(
             Tensors of an iterator may share one buffer that is overwritten between items.
         version: what the weights are called, such as a step number.
         commit: ``"stream"`` or ``"atomic"``; see :class:`weightload.WeightLoadSession`, also for
-            ``scope``, ``check_finite``, ``strict`` and ``verify``.
+            ``scope``, ``check_finite``, ``strict``, ``verify``, ``staging_budget`` and ``plans``.
         scope: what is brought, everything by default.
         check_finite: refuse NaN and infinity.
         strict: whether storage outside parameters and buffers must not move.
         verify: ``"sampled"`` or ``"full"``. Then ranks also compare what they received.
+        staging_budget: bytes that a rank may stage at once, beside the model.
+        plans: whether to take tensors past the model's loaders where it is known how.
         reset_caches: which of the engine's caches to reset, by the names in
             :data:`weightload.vllm.caches.ALL`: all of them by default. A cache that is left
             alone serves results of the old weights.
@@ -105,8 +109,8 @@ def reload(
     if pause == "require" and engine.has_unfinished_requests():
         raise UsageError(_RUNNING)
     job = _Job.of(
-        llm, engine, weights, version, commit, scope, check_finite, strict, verify, reset_caches,
-        publish, veto, draft, progress,
+        llm, engine, weights, version, commit, scope, check_finite, strict, verify,
+        staging_budget, plans, reset_caches, publish, veto, draft, progress,
     )  # fmt: skip
     alive = Liveness(engine.engine_core)
     turn = _Turn()
@@ -132,6 +136,8 @@ async def areload(
     check_finite: bool = False,
     strict: bool | None = None,
     verify: str | None = None,
+    staging_budget: int | None = None,
+    plans: bool | None = None,
     reset_caches: Iterable[str] | bool = caches.ALL,
     publish: Iterable[Publish] = (),
     veto: Iterable[Veto] = (),
@@ -150,6 +156,8 @@ async def areload(
         check_finite: as for :func:`reload`.
         strict: as for :func:`reload`.
         verify: as for :func:`reload`.
+        staging_budget: as for :func:`reload`.
+        plans: as for :func:`reload`.
         reset_caches: as for :func:`reload`.
         publish: as for :func:`reload`.
         veto: as for :func:`reload`.
@@ -168,7 +176,7 @@ async def areload(
         raise UsageError(_RUNNING)
     job = _Job.of(
         engine, engine, weights, version, commit, scope, check_finite, strict, verify,
-        reset_caches, publish, veto, draft, progress,
+        staging_budget, plans, reset_caches, publish, veto, draft, progress,
     )  # fmt: skip
     if not paused:
         clear = "prefix" in job.caches
@@ -314,7 +322,7 @@ class _Job:
     def of(
         cls, front: Any, engine: Any, weights: Weights | None, version: Version, commit: str,
         scope: Scope | None, check_finite: bool, strict: bool | None, verify: str | None,
-        reset_caches: Iterable[str] | bool, publish: Iterable[Publish], veto: Iterable[Veto],
+        staging_budget: int | None, plans: bool | None, reset_caches: Iterable[str] | bool, publish: Iterable[Publish], veto: Iterable[Veto],
         draft: str | None = None, progress: Progress | None = None,
     ) -> _Job:  # fmt: skip
         """Check the arguments, and ask the vetoes."""
@@ -332,6 +340,8 @@ class _Job:
                 "check_finite": check_finite,
                 "strict": strict,
                 "verify": verify,
+                "staging_budget": staging_budget,
+                "plans": plans,
                 "draft": draft,
             },
             caches=caches.selected(reset_caches),

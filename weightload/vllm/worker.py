@@ -62,6 +62,8 @@ def _start(
     check_finite: bool = False,
     strict: bool | None = None,
     verify: Any = None,
+    staging_budget: int | None = None,
+    plans: bool | None = None,
     draft: str | None = None,
 ) -> Any:
     model = worker.get_model()
@@ -74,6 +76,8 @@ def _start(
         check_finite=check_finite,
         strict=strict,
         verify=verify,
+        staging_budget=staging_budget,
+        plans=plans,
         veto=vetoes_of(worker),
         drafts=[] if draft is None else [_draft(worker, draft)],
     )
