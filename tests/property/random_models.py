@@ -1,5 +1,7 @@
 """One example: a random model, random loads one after another, and what must hold after each."""
 
+from unittest import mock
+
 import attrs
 from hypothesis import event, note
 from hypothesis import strategies as st
@@ -29,10 +31,14 @@ from weightload import (
     WeightLoadSession,
     WeightMismatchError,
     poison_of,
+    staging,
 )
 from weightload.ownership import ForwardGuard, owner_of
 from weightload.testing import Bench, Kept, outputs, toy_framework
 from weightload.testing.oracle import require
+
+BUCKETS = st.sampled_from([64 << 20, 512, 0])
+"""From how many bytes on layers that wait are staged in live memory."""
 
 OPAQUE = {"handle", "weight handle"}
 """Kinds with objects that strict storage refuses to make anew."""
@@ -117,6 +123,12 @@ class Subject(Bench):
 
 
 def run_example(draw, coverage):
+    """Draw how much may wait in memory of its own, and run an example; see :func:`_run`."""
+    with mock.patch.object(staging, "BUCKET", draw(BUCKETS)):
+        _run(draw, coverage)
+
+
+def _run(draw, coverage):
     """Draw a model and loads, and check the model after each; the last one makes it right.
 
     Args:

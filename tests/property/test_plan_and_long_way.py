@@ -7,14 +7,16 @@ would have found, that names another fault, or that says something else about wh
 
 import copy
 import re
+from unittest import mock
 
 import attrs
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from loads import loads
-from random_models import Subject, run_load
+from random_models import BUCKETS, Subject, run_load
 from trees import recipes
 
+from weightload import staging
 from weightload.testing import identical
 
 SAID = (
@@ -65,6 +67,11 @@ def tensors(model):
 @settings(max_examples=3 * settings.default.max_examples)
 @given(st.data())
 def test_both_ways_come_to_the_same(data):
+    with mock.patch.object(staging, "BUCKET", data.draw(BUCKETS)):
+        both_ways_come_to_the_same(data)
+
+
+def both_ways_come_to_the_same(data):
     recipe = data.draw(recipes)
     ways = {plans: Watched(recipe) for plans in (True, False)}
     one = ways[False]
