@@ -61,8 +61,8 @@ class Births(TorchDispatchMode):
         """Run one operation and look at what it returns."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func in _ROOMS:
-            self._place(result)
+        if func in _ROOMS and self._place(result):
+            return result  # nothing new: it looks into a live tensor
         known = () if func._schema.name in _FIRST_SEEN else _keys((args, kwargs))
         for tensor in tree_leaves(result):
             key = storage_key(tensor) if isinstance(tensor, torch.Tensor) else None
@@ -87,15 +87,22 @@ class Births(TorchDispatchMode):
         """
         self.rooms, self._landings, self._land = [], landings or {}, land
 
-    def _place(self, tensor: torch.Tensor) -> None:
-        """Say where a tensor has its memory that was just made, and has no pages yet."""
+    def _place(self, tensor: torch.Tensor) -> bool:
+        """Say where a tensor has its memory that was just made, and has no pages yet.
+
+        Returns:
+            Whether that is a live tensor's.
+        """
         live = self._landings.get(len(self.rooms))
-        if live is not None and self._land is not None and look_of(tensor) == look_of(live):
+        lands = live is not None and look_of(tensor) == look_of(live)
+        if lands and live is not None and self._land is not None:
             self._land(live)
-            tensor.set_(live.untyped_storage(), 0, tensor.shape, tensor.stride())
+            place = live.storage_offset()
+            tensor.set_(live.untyped_storage(), place, tensor.shape, tensor.stride())
         elif self.pool is not None:
             self._lend(tensor, self.pool)
         self.rooms.append(storage_key(tensor))
+        return lands
 
     def _lend(self, tensor: torch.Tensor, pool: Pool) -> None:
         """Give a tensor memory that was used before."""
