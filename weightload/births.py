@@ -64,7 +64,7 @@ class Births(TorchDispatchMode):
         if func in _ROOMS and self._place(result):
             return result  # nothing new: it looks into a live tensor
         known = () if func._schema.name in _FIRST_SEEN else _keys((args, kwargs))
-        for tensor in tree_leaves(result):
+        for tensor in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
             key = storage_key(tensor) if isinstance(tensor, torch.Tensor) else None
             if key is not None and key not in known and tensor.numel():
                 # The weak reference keeps the key from being used again.
