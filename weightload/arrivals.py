@@ -128,9 +128,8 @@ class Arrivals:
                 self.watch(entry)
 
     def _host(self, staging: Staging, host: torch.Tensor) -> None:
-        """Let twins have the memory of a live tensor; who reads or writes it finds the new value."""
+        """Let twins have the memory of a live tensor; loaders that write it write the twin."""
         key = storage_key(host) or 0
-        self._load.stale.pop(key, None)
         guard = self._live.pop(key, None)
         if guard is not None:
             name, unit, watched = guard

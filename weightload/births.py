@@ -9,7 +9,10 @@ afterwards must be somewhere.
 from __future__ import annotations
 
 import gc
+import os
+import sys
 from collections.abc import Callable, Collection, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
@@ -17,10 +20,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from weightload import observer
 from weightload.pool import Pool
 from weightload.storage import look_of, storage_key
 
-__all__ = ["Births"]
+__all__ = ["Births", "Room"]
+
+Room = tuple[int, int]
+"""Which tensor of those that a hook makes to write into: where it is made, and the how manieth there."""
 
 _ROOMS = frozenset(
     (
@@ -31,6 +38,8 @@ _ROOMS = frozenset(
     )
 )
 """Operations that give a tensor whose values are arbitrary."""
+_OWN = (os.path.dirname(torch.__file__), __file__, observer.__file__)
+"""Where code is that is between a hook and what it calls."""
 _WORTH = 1 << 20
 """Bytes from which on it takes longer to clear new memory than to look for some that was used."""
 _FIRST_SEEN = ("aten::lift_fresh", "aten::lift_fresh_copy")
@@ -49,8 +58,9 @@ class Births(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.pool: Pool | None = None
-        self.rooms: list[int | None] = []
-        self._landings: Mapping[int, torch.Tensor] = {}
+        self.rooms: dict[Room, int | None] = {}
+        self._landings: Mapping[Room, torch.Tensor] = {}
+        self._base = 0
         self._land: Callable[[torch.Tensor], None] | None = None
         self._made: dict[int, tuple[StorageWeakRef, str]] = {}
         self._lent: list[torch.UntypedStorage] = []
@@ -61,7 +71,7 @@ class Births(TorchDispatchMode):
         """Run one operation and look at what it returns."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func in _ROOMS and self._place(result):
+        if func in _ROOMS and not kwargs.get("pin_memory") and self._place(result):
             return result  # nothing new: it looks into a live tensor
         known = () if func._schema.name in _FIRST_SEEN else _keys((args, kwargs))
         for tensor in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
@@ -74,18 +84,19 @@ class Births(TorchDispatchMode):
 
     def begin(
         self,
-        landings: Mapping[int, torch.Tensor] | None = None,
+        landings: Mapping[Room, torch.Tensor] | None = None,
         land: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
-        """Get ready for the next hook.
+        """Get ready for the next hook, which the caller is going to call.
 
         Args:
             landings: live tensors whose new values the hook is known to write into tensors that it
-                makes for that, by the place of these in :attr:`rooms`. It gets the memory of the
+                makes for that, by the names of these in :attr:`rooms`. It gets the memory of the
                 live ones at once.
             land: called with a live tensor before its memory is given away.
         """
-        self.rooms, self._landings, self._land = [], landings or {}, land
+        self.rooms, self._landings, self._land = {}, landings or {}, land
+        self._base = id(sys._getframe(1))
 
     def _place(self, tensor: torch.Tensor) -> bool:
         """Say where a tensor has its memory that was just made, and has no pages yet.
@@ -93,7 +104,12 @@ class Births(TorchDispatchMode):
         Returns:
             Whether that is a live tensor's.
         """
-        live = self._landings.get(len(self.rooms))
+        if storage_key(tensor) is None:
+            return False
+        site, number = self._site(), 0
+        while (site, number) in self.rooms:
+            number += 1
+        live = self._landings.get((site, number))
         lands = live is not None and look_of(tensor) == look_of(live)
         if lands and live is not None and self._land is not None:
             self._land(live)
@@ -101,8 +117,19 @@ class Births(TorchDispatchMode):
             tensor.set_(live.untyped_storage(), place, tensor.shape, tensor.stride())
         elif self.pool is not None:
             self._lend(tensor, self.pool)
-        self.rooms.append(storage_key(tensor))
+        self.rooms[site, number] = storage_key(tensor)
         return lands
+
+    def _site(self) -> int:
+        """Return a number for the place in the hook, with all calls that led there."""
+        frame: FrameType | None = sys._getframe(2)
+        calls: list[tuple[str, int, int]] = []
+        while frame is not None and id(frame) != self._base:
+            code = frame.f_code
+            if not code.co_filename.startswith(_OWN):
+                calls.append((code.co_filename, code.co_firstlineno, frame.f_lasti))
+            frame = frame.f_back
+        return hash(tuple(calls))
 
     def _lend(self, tensor: torch.Tensor, pool: Pool) -> None:
         """Give a tensor memory that was used before."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 
 import attrs
@@ -37,8 +38,9 @@ from weightload.recorded import Recorded
 from weightload.registry import Role
 from weightload.scope import Scope
 from weightload.scribe import Scribe
+from weightload.skeleton import Body
 from weightload.staging import Area, Staging
-from weightload.storage import Fingerprint, TensorSpec, new_group, select, storage_key
+from weightload.storage import Fingerprint, TensorSpec, look_of, new_group, select, storage_key
 from weightload.units import build_units
 
 __all__ = ["Board"]
@@ -122,32 +124,49 @@ class Board:
         self._load.scribe = self._load.intake.scribe = scribe = Scribe()
         self.arrivals.observer.uses = scribe.used
 
-    def express(self, recorded: Recorded) -> Express:
-        """Return the short way of a plan that holds now."""
+    def express(self, recorded: Recorded, body: Body) -> Express:
+        """Return the short way of a plan that holds now.
+
+        Args:
+            recorded: the plan.
+            body: what the whole model consists of.
+        """
         self._load.area.expects = recorded.pool.crowded
         for unit in self.units:
             unit.births.pool = recorded.pool
         if not self._load.atomic:
-            self._use_live_memory(recorded)
+            self._use_live_memory(recorded, body)
         return Express(self._load, self.arrivals, recorded)
 
-    def _use_live_memory(self, recorded: Recorded) -> None:
-        """Stage and process in live memory what is known to end there."""
+    def _use_live_memory(self, recorded: Recorded, body: Body) -> None:
+        """Stage and process in live memory what is known to end there.
+
+        What was found out holds as long as a live tensor looks into its memory as it did, and is
+        alone there: somebody may have given it other memory since.
+        """
+        if not recorded.hosts and not recorded.landings:
+            return
+        looking = Counter(map(storage_key, body.tensors))
         for entry in self._load.entries:
             staging, (module, section, name) = entry.staging, entry.slots[0]
-            settles = recorded.hosts.get(entry.names[0])
-            if staging is not None and not staging.allocated and settles is not None:
-                if not self._members[id(module)].staged:
-                    continue  # it is done
-                staging.host = self._members[id(module)].live_tensor(module, section, name)
-                staging.settles = settles
+            known = recorded.hosts.get(entry.names[0])
+            if staging is None or staging.allocated or known is None:
+                continue
+            if not self._members[id(module)].staged:
+                continue  # it is done
+            live = self._members[id(module)].live_tensor(module, section, name)
+            settles, look = known
+            if looking[storage_key(live)] == 1 and look_of(live) == look:
+                staging.host, staging.settles = live, settles
         for hook in self.hooks:
             landings = recorded.landings.get((hook.name, hook.rule.role), {})
-            hook.landings = {
-                at: (self.modules[path], section, name)
-                for at, (path, section, name) in landings.items()
-                if path in self.modules
-            }
+            for at, (path, section, name) in landings.items():
+                unit = self._members.get(id(hook.module))
+                if unit is None or not unit.staged or path not in self.modules:
+                    continue
+                live = unit.live_tensor(self.modules[path], section, name)
+                if looking[storage_key(live)] == 1:
+                    hook.landings[at] = self.modules[path], section, name
 
     def recorded(self, model: nn.Module) -> Recorded | None:
         """Return the plan of this load, which has finished, if it was recorded."""

@@ -33,12 +33,14 @@ class Portion:
     """Some tensors of a bundle that follow each other.
 
     Attributes:
+        start: position of the first one.
         stop: position behind the last one.
         nbytes: their size.
-        runs: for each run of bytes the position of its tensor, the place, the first byte there, the
-            first byte in the source and the number of bytes.
+        runs: for each run of bytes the position of its tensor from ``start`` on, the place, the first
+            byte there, the first byte in the source and the number of bytes.
     """
 
+    start: int
     stop: int
     nbytes: int
     runs: list[tuple[int, int, int, int, int]]
@@ -72,9 +74,10 @@ class Bundle:
             nbytes = sum(mine[at].nbytes for at in some)
             portions.append(
                 Portion(
+                    begin,
                     some.stop,
                     nbytes,
-                    [(at, *run) for at in some for run in runs.get(names[at], ())],
+                    [(at - begin, *run) for at in some for run in runs.get(names[at], ())],
                 )
             )
         return cls(
@@ -108,8 +111,9 @@ class Bundle:
             tensors: for which :meth:`fits` was true.
             addresses: of the places.
         """
-        first = [*map(methodcaller("data_ptr"), tensors)]
         for portion in self.portions:
+            mine = tensors[portion.start : portion.stop]
+            first = [*map(methodcaller("data_ptr"), mine)]
             targets = [addresses[place] + to for _, place, to, _, _ in portion.runs]
             sources = [first[at] + start for at, _, _, start, _ in portion.runs]
             sizes = [nbytes for *_, nbytes in portion.runs]

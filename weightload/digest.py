@@ -27,7 +27,13 @@ def digest(tensor: torch.Tensor) -> int:
         tensor: any strided tensor; one that is not contiguous is copied.
     """
     # One element counts as contiguous, whatever its stride, and then is no view of bytes.
-    flat = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))
+    flat = (
+        tensor.detach()
+        .resolve_conj()
+        .resolve_neg()
+        .contiguous()
+        .as_strided((tensor.numel(),), (1,))
+    )
     if not flat.numel():
         return 0
     size = flat.numel() * flat.element_size()

@@ -14,7 +14,7 @@ import attrs
 import torch
 from torch import nn
 
-from weightload.births import Births
+from weightload.births import Births, Room
 from weightload.commit import CommitCount, CommitPlan, plan_commit
 from weightload.entries import Entry, join
 from weightload.errors import ProcessingError, StorageChangedError, name_some
@@ -51,7 +51,7 @@ class Hook:
             what it made itself and attributes of its unit; ``None`` for what no loader fills.
         changed: whether it left something behind in this session that no commit compares.
         rooms: the storage keys of the tensors that it made to write into, if somebody looks.
-        landings: by place in them, the slots whose live memory it gets to write into instead.
+        landings: by their names, the slots whose live memory it gets to write into instead.
     """
 
     name: str
@@ -63,8 +63,8 @@ class Hook:
     last: bool = False
     used: dict[int | None, Entry | None] = attrs.field(factory=dict)
     changed: bool = False
-    rooms: list[int | None] = attrs.field(factory=list)
-    landings: dict[int, Slot] = attrs.field(factory=dict)
+    rooms: dict[Room, int | None] = attrs.field(factory=dict)
+    landings: dict[Room, Slot] = attrs.field(factory=dict)
 
     @property
     def first(self) -> bool:
@@ -238,7 +238,7 @@ class Unit:
         for staging in self._stagings.values():
             self.area.allocate(staging)
 
-    def landings(self, hook: Hook) -> dict[int, torch.Tensor]:
+    def landings(self, hook: Hook) -> dict[Room, torch.Tensor]:
         """Return the live tensors of :attr:`Hook.landings` whose memory is free to be written."""
         taken = {one.storage._cdata for one in self._stagings.values() if one.hosted}
         if not hook.landings or not self.area.dirty():
@@ -351,7 +351,7 @@ class Unit:
             for module, slot in self.slots
         }
         before = {id(state.owner): state.contents for state in self._live}
-        rooms = {key: (hook, at) for hook in self.hooks for at, key in enumerate(hook.rooms)}
+        rooms = {key: (hook, at) for hook in self.hooks for at, key in hook.rooms.items()}
         for module in self.modules.values():
             for section, name, new in slots_of(module):
                 live = before[id(module)][section].get(name)

@@ -17,7 +17,7 @@ from weightload.errors import UnsupportedError
 from weightload.layer import Hook, Unit
 from weightload.ledger import Region, full_region
 from weightload.observer import StaleReads, Watched, WriteObserver
-from weightload.record import ObjectState, Slot, StagedSlot, make_record, slots_of
+from weightload.record import ObjectState, Slot, StagedSlot, make_record, read_by, slots_of
 from weightload.recording import HookRecording, scope_of
 from weightload.storage import TensorSpec, inner_tensors, new_group, select, storage_key
 
@@ -73,7 +73,7 @@ class Learning:
         try:
             with (
                 self._reads_of(hook) as touch,
-                StaleReads(self._load.stale, touch),
+                StaleReads(self._load.stale, touch, self._staged_for(unit, hook)),
                 watching,
                 unit.births,
             ):
@@ -87,6 +87,16 @@ class Learning:
             for mine in (*unit.births.keys, *map(storage_key, loose.values())):
                 hook.used.pop(mine, None)
         self._holders.made_by(hook.module, unit.births)
+
+    def _staged_for(self, unit: Unit, hook: Hook) -> set[int]:
+        """Return where in live memory that is staged which a hook uses.
+
+        Only the object tells which of both is read there, so that the old weights are not protected
+        from the hooks that use the new ones.
+        """
+        near = [*unit.modules.values(), *read_by(hook.module, hook.rule.role)]
+        keys = (storage_key(tensor) for module in near for _, _, tensor in slots_of(module))
+        return {key for key in keys if key in self._load.stale}
 
     def _land(self, live: torch.Tensor) -> None:
         """Let a hook write to a live tensor, which holds the old value no longer."""
@@ -123,16 +133,24 @@ class Learning:
             self._load.allocate(storage)
             if self._load.judging:
                 hook.used[storage] = self._in_slots.get(storage)
-            for module in self._holders.of(storage):
-                if module is hook.module:
-                    return
-            for module in self._holders.of(storage):
+            holders = [*self._holders.of(storage), *self._staged_at(storage)]
+            if any(module is hook.module for module in holders):
+                return
+            for module in holders:
                 read[id(module)] = module
                 if self._load.arriving and id(module) not in own:
                     self._refuse_early(hook, storage)
 
         yield touch
         make_record(hook.module).reads.setdefault(hook.rule.role, list(read.values()))
+
+    def _staged_at(self, storage: int) -> Iterator[nn.Module]:
+        """Yield the modules whose tensors are staged in a storage, which they were given since."""
+        staging = self._load.stagings.get(storage)
+        for twin in staging.twins if staging is not None else ():
+            entry = self._load.by_tensor.get(id(twin))
+            if entry is not None:
+                yield from (module for module, _, _ in entry.slots)
 
     def _refuse_early(self, hook: Hook, storage: int) -> None:
         for entry in self._load.entries:

@@ -8,7 +8,7 @@ listener before the write, and tells it after.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Protocol
 
 import attrs
@@ -247,11 +247,18 @@ class StaleReads(TorchDispatchMode):
         stale: the name of each live tensor that is staged and not committed, by storage key.
         touch: called with the storage key of every tensor that an operation is about to use, to
             give it its memory if it is staged and nothing has touched it before.
+        staged: keys among them where the new weights are staged, for those who may use these.
     """
 
-    def __init__(self, stale: Mapping[int, str], touch: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        stale: Mapping[int, str],
+        touch: Callable[[int], None],
+        staged: Collection[int] = (),
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._stale = stale
+        self._staged = staged
         self._touch = touch
 
     def __torch_dispatch__(
@@ -262,7 +269,7 @@ class StaleReads(TorchDispatchMode):
             key = storage_key(tensor) or 0
             self._touch(key)
             name = self._stale.get(key)
-            if name is not None:
+            if name is not None and key not in self._staged:
                 raise UnsupportedError(
                     f"the live tensor {name!r} was reached through an object that is not tracked, "
                     f"while its new weights are staged. Name the attribute that holds that object "

@@ -253,7 +253,7 @@ class ForwardGuard:
     def __init__(self, module: Any, cause: _Cause) -> None:
         self._cause = cause
         self._module = ref(module)
-        self._own = module.__dict__.get("forward")
+        self._own: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse.
@@ -282,8 +282,7 @@ class ForwardGuard:
         mine = module.__dict__
         guard = cls(module, cause)
         before = mine.get("forward")
-        if type(before) is cls:
-            guard._own = before._own
+        guard._own = before._own if type(before) is cls else before
         mine["forward"] = guard
 
     @classmethod

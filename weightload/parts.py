@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
+from weightload.births import Room
 from weightload.entries import Entry, Load, join
 from weightload.layer import Unit
 from weightload.ledger import meet
 from weightload.receipt import Names
-from weightload.record import Slot, read_by, slots_of
+from weightload.record import read_by
 from weightload.recorded import Copy, Part, Recorded, counts_of
 from weightload.registry import Role
-from weightload.storage import inner_tensors, storage_key
+from weightload.storage import Look, look_of
 
 __all__ = ["find_memory", "find_part"]
 
@@ -78,39 +78,27 @@ def find_part(
 
 def find_memory(
     units: Sequence[Unit], load: Load
-) -> tuple[dict[str, bool], dict[tuple[str, Role], dict[int, tuple[str, str, str]]]]:
+) -> tuple[dict[str, tuple[bool, Look]], dict[tuple[str, Role], dict[Room, tuple[str, str, str]]]]:
     """Return :attr:`Recorded.hosts` and :attr:`Recorded.landings`.
 
     Hooks have shown, in the load that has just finished, that they leave the new value in the memory
     that loaders wrote to, because they change it there or only wrap it anew; or that they write it
-    into a tensor that they make. Its form was that of the live tensor. Nothing else of the model may
-    look into that memory.
+    into a tensor that they make. Its form was that of the live tensor.
 
     Args:
         units: of the whole model, as this load leaves them.
         load: what the load shared; it has finished.
     """
-    looking = Counter(
-        storage_key(part)
-        for module in load.modules.values()
-        for _, _, tensor in slots_of(module)
-        for part in inner_tensors(tensor).values() or (tensor,)
-    )
     names = {id(module): name for name, module in load.modules.items()}
 
-    def alone(slot: Slot) -> bool:
-        module, section, name = slot
-        return looking[storage_key(vars(module)[section][name])] == 1
-
     hosts = {
-        join(names[id(slot[0])], slot[2]): settles
+        join(names[id(slot[0])], slot[2]): (settles, look_of(vars(slot[0])[slot[1]][slot[2]]))
         for unit in units
         for slot, settles in unit.hosts
-        if alone(slot)
     }
     landings = {
         (hook.name, hook.rule.role): {
-            at: (names[id(slot[0])], *slot[1:]) for at, slot in hook.landings.items() if alone(slot)
+            at: (names[id(slot[0])], *slot[1:]) for at, slot in hook.landings.items()
         }
         for unit in units
         for hook in unit.hooks

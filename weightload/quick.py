@@ -192,8 +192,7 @@ class Quick:
         """Remember what came in one call, if runs of bytes are all that has to be moved."""
         runs = self._runs
         if found and all(name in runs or not route.copies for name, route in found.items()):
-            names = [*found]
-            self.recorded.bundles[names[0]] = Bundle.of(names, found, runs)
+            self.recorded.keep(Bundle.of([*found], found, runs))
 
     def take_bundle(self, names: list[Any], tensors: list[Any]) -> bool:
         """Take tensors that come as they came before, if they do; return whether that was so."""

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from weightload.batching import Batch
+from weightload.births import Room
 from weightload.bundle import Bundle
 from weightload.entries import Counts, Entry, Load
 from weightload.ledger import Region, locate, volume
@@ -21,6 +22,7 @@ from weightload.record import SourceFact
 from weightload.registry import Role
 from weightload.scribe import form_of
 from weightload.skeleton import Body, Skeleton
+from weightload.storage import Look
 
 __all__ = ["Copy", "Part", "Recorded", "Route", "counts_of", "loader_of"]
 
@@ -176,7 +178,7 @@ class Recorded:
         loaders: for each tensor that is written its own loader at that time.
         part: which part of the model needs more than copies; ``None`` as long as nobody has looked.
         hosts: qualified names of the tensors that may be staged in their own live memory, with
-            whether processing leaves the new value there.
+            whether processing leaves the new value there, and how they look into their memory.
         landings: for each hook, by the name of its module and its role, which of the tensors that
             it makes to write into become the new values of which live ones: the module, the section
             and the name.
@@ -190,8 +192,8 @@ class Recorded:
     loads: object
     loaders: dict[str, object]
     part: Part | None = None
-    hosts: dict[str, bool] = attrs.field(factory=dict)
-    landings: dict[tuple[str, Role], dict[int, tuple[str, str, str]]] = attrs.field(factory=dict)
+    hosts: dict[str, tuple[bool, Look]] = attrs.field(factory=dict)
+    landings: dict[tuple[str, Role], dict[Room, tuple[str, str, str]]] = attrs.field(factory=dict)
     pool: Pool = attrs.field(factory=Pool)
     routes: dict[str, Route | None] = attrs.field(factory=dict)
     bundles: dict[str, Bundle] = attrs.field(factory=dict)
@@ -216,6 +218,13 @@ class Recorded:
         """Return what the model consists of, ``None`` if its loaders might do something else now."""
         return self.skeleton.body(model) if self.loads == loads_of(model) else None
 
+    def keep(self, bundle: Bundle) -> None:
+        """Keep a bundle; all others go if there is more than two loads can have brought."""
+        kept = sum(len(other.names) for other in self.bundles.values())
+        if kept + len(bundle.names) > 2 * len(self.routes):
+            self.bundles.clear()
+        self.bundles[bundle.names[0]] = bundle
+
     def knows(self, name: str) -> bool:
         """Whether the load that was recorded had this name."""
         return name in self.plan.sources
@@ -234,6 +243,8 @@ class Recorded:
         if writes is None and name not in self._skipped:
             return None
         form, copies = plan.sources[name], []
+        if _dtype(form.dtype).is_complex:
+            return None  # its bytes may be those of the conjugate
         for write in writes or ():
             entry = entries.get(write.place)
             planned = plan.places[write.place]

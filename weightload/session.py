@@ -647,7 +647,7 @@ class WeightLoadSession:
         elif quick.part.modules and self.scope.is_full:
             inside = {k: module for k, module in self._modules.items() if k in quick.part.modules}
             board, processing = self._open_board(inside)
-            quick.prepared(board.express(quick.recorded), processing.settle)
+            quick.prepared(board.express(quick.recorded, quick.body), processing.settle)
 
     def _quick_way(self) -> Quick | None:
         """Return the way without a board, if copies are all that this load can need."""
@@ -693,8 +693,8 @@ class WeightLoadSession:
         if self._quick is not None:
             return board, processing
         plan = self._recorded if self._body is not None and self.scope.is_full else None
-        if plan is not None:
-            self._express = board.express(plan)
+        if plan is not None and self._body is not None:
+            self._express = board.express(plan, self._body)
         elif self._plans and self.scope.is_full and self._family is None:
             board.start_recording()
         if self._plans and self.scope.is_full and (plan is None or plan.part is None):
@@ -710,7 +710,7 @@ class WeightLoadSession:
             else:
                 board = self._board
                 board.extend(self._modules)
-        express = board.express(quick.recorded)
+        express = board.express(quick.recorded, quick.body)
         quick.hand_over(express)
         self._express = express if self.scope.is_full else None
 

@@ -20,6 +20,7 @@ from weightload.ledger import Region
 
 __all__ = [
     "Fingerprint",
+    "Look",
     "TensorSpec",
     "describe_change",
     "extent_of",
@@ -66,7 +67,10 @@ def extent_of(tensor: Tensor) -> tuple[int, int]:
     return start, start + (last + 1) * tensor.element_size()
 
 
-def look_of(tensor: Tensor) -> tuple[object, ...]:
+Look = tuple[object, ...]
+
+
+def look_of(tensor: Tensor) -> Look:
     """Return how a tensor looks into its storage, wherever that is."""
     nbytes = tensor.untyped_storage().nbytes()
     first = int(tensor.storage_offset())

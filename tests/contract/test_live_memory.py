@@ -12,8 +12,12 @@ from torch import nn
 
 from weightload import (
     Checkpoint,
+    Framework,
     IncompleteLoadError,
+    ModuleRegistry,
+    ModuleRule,
     ProcessingError,
+    Role,
     StagingBudgetError,
     UsageError,
     WeightLoadSession,
@@ -169,8 +173,6 @@ class Swapping(nn.Module):
 
 def test_two_tensors_that_change_places_do_not_spoil_each_other():
     """Each is made in the other's live memory then."""
-    from weightload import Framework, ModuleRegistry, ModuleRule, Role
-
     framework = Framework(registry=ModuleRegistry())
     rule = ModuleRule(
         role=Role.QUANT, process=lambda module: module.process_weights_after_loading()
@@ -308,3 +310,194 @@ def test_a_file_is_not_read_on_before_a_layer_is_processed_that_has_come(tmp_pat
         bench.serves = bench.state(seed)
         bench.check_finished(session)
         assert session.receipt.staging_peak_bytes <= WEIGHT + layers.WIDTH * 4
+
+
+class Mirrored(nn.Module):
+    """Its hook writes into what it makes while it still reads the weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = layers.parameter(layers.WIDTH, layers.WIDTH)
+
+    def process_weights_after_loading(self):
+        made = torch.empty_like(self.weight)
+        for column in range(layers.WIDTH):
+            made[:, column] = self.weight[:, layers.WIDTH - 1 - column]
+        self.weight = nn.Parameter(made, requires_grad=False)
+
+
+class Doubled(nn.Module):
+    """Its hook changes the weight where it is."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = layers.parameter(layers.WIDTH, layers.WIDTH)
+
+    def process_weights_after_loading(self):
+        self.weight.data.mul_(2)
+
+
+class Sparse(Doubled):
+    """Its hook makes a tensor without a storage, too."""
+
+    def process_weights_after_loading(self):
+        torch.empty((2, 2), layout=torch.sparse_coo)
+        super().process_weights_after_loading()
+
+
+class Small:
+    """A model of plain linears and one kind of hook, loaded by hand-computed values.
+
+    Its first two reloads, with plans, have shown what the hooks do.
+    """
+
+    def __init__(self, *kinds, expected=None):
+        self.framework = Framework(registry=ModuleRegistry())
+        for kind in {type(one) for one in kinds}:
+            rule = ModuleRule(
+                role=Role.QUANT, process=lambda module: module.process_weights_after_loading()
+            )
+            self.framework.registry.register(kind, rule)
+        linear = nn.Linear(layers.WIDTH, layers.WIDTH, bias=False)
+        self.model = nn.Sequential(linear, *kinds).requires_grad_(False)
+        self.expected = expected or (lambda value: value)
+        for seed in (1, 2, 3):
+            self.reload(seed)
+
+    def state(self, seed):
+        generator = torch.Generator().manual_seed(seed)
+        return {
+            name: torch.randn(place.shape, generator=generator)
+            for name, place in self.model.named_parameters()
+        }
+
+    def reload(self, seed, state=None, **options):
+        state = self.state(seed) if state is None else state
+        places = [place.data_ptr() for place in self.model.parameters()]
+        session = WeightLoadSession(
+            self.model, framework=self.framework, **{"plans": True, **options}
+        )
+        with session:
+            session.load(state)
+        assert places == [place.data_ptr() for place in self.model.parameters()] or seed == 1
+        for name, place in self.model.named_parameters():
+            wanted = state[name] if name.startswith("0.") else self.expected(state[name])
+            assert torch.equal(place, wanted), name
+        return session
+
+
+def test_a_tensor_that_waits_in_live_memory_is_not_overwritten_by_what_is_made_of_it(monkeypatch):
+    small = Small(*(Mirrored() for _ in range(4)), expected=lambda value: value.flip(1))
+    monkeypatch.setattr(staging, "BUCKET", 0)
+    for seed in (4, 5, 6):
+        state = small.state(seed)
+        halves = {name: state[name] for name in reversed(state)}
+        small.reload(seed, halves)
+
+
+def test_a_hook_that_fails_before_anything_was_written_leaves_the_model_as_it_was():
+    bench = judged(layers.Linear, layers.RoomLinear)
+    bench.framework.fail_hook(half_way=True)
+    session = bench.open(plans=True)
+    with pytest.raises(ProcessingError) as caught:
+        session.load(ordered(bench.state(4), 1))
+    assert caught.value.model_intact
+    bench.check_ended(session, caught.value)
+
+
+@pytest.mark.parametrize("kind", [Doubled, Mirrored])
+def test_live_tensors_that_were_given_other_memory_since_are_left_alone_in_it(kind):
+    """They are parts of one flat tensor now, so that another's memory is beside theirs."""
+    expected = (lambda value: value * 2) if kind is Doubled else (lambda value: value.flip(1))
+    small = Small(kind(), kind(), expected=expected)
+    flat = torch.zeros(4 * layers.WIDTH * layers.WIDTH)
+    for place, part in zip(small.model.parameters(), flat.chunk(4), strict=False):
+        place.data = part.view(place.shape).copy_(place)
+    for seed in (4, 5, 6):
+        small.reload(seed)
+        assert not flat.chunk(4)[3].any()
+
+
+def test_live_tensors_that_were_tied_since_take_the_hooks_as_without_a_plan():
+    outcomes = []
+    for plans in (False, True):
+        small = Small(Doubled(), Doubled(), expected=lambda value: value * 2)
+        small.model[2].weight.data = small.model[1].weight.data
+        state = small.state(4)
+        state["2.weight"] = state["1.weight"].clone()
+        order = {name: state[name] for name in ("0.weight", "2.weight", "1.weight")}
+        try:
+            small.reload(4, order, plans=plans)
+            outcomes.append("right")
+        except Exception as error:
+            outcomes.append(type(error))
+    assert outcomes[0] == outcomes[1]
+
+
+def test_a_hook_that_makes_a_tensor_without_a_storage_is_let_alone():
+    Small(Sparse(), expected=lambda value: value * 2).reload(4)
+
+
+TABLE = {}
+
+
+class Scratched(nn.Module):
+    """Its hook keeps a scratch tensor where nobody looks, until somebody clears it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = layers.parameter(layers.WIDTH, layers.WIDTH)
+
+    def process_weights_after_loading(self):
+        if "scratch" not in TABLE:
+            TABLE["scratch"] = torch.empty_like(self.weight)
+        torch.mul(self.weight, 2, out=TABLE["scratch"])
+        made = torch.empty_like(self.weight)
+        made.copy_(TABLE["scratch"])
+        self.weight = nn.Parameter(made, requires_grad=False)
+
+
+def test_scratch_that_is_made_anew_is_not_taken_for_the_weight():
+    """It is the first tensor that the hook makes then, as the weight was before."""
+    TABLE.clear()
+    small = Small(Scratched(), expected=lambda value: value * 2)
+    small.reload(4)
+    TABLE.clear()
+    state = small.state(5)
+    session = small.reload(5, state)
+    TABLE["scratch"].zero_()
+    assert torch.equal(small.model[1].weight, state["1.weight"] * 2)
+    assert session.receipt.moved
+
+
+class Reaching(nn.Module):
+    """Its hook reads another layer's live weight, past the model, once it is told to."""
+
+    other = None
+
+    def __init__(self):
+        super().__init__()
+        self.weight = layers.parameter(layers.WIDTH, layers.WIDTH)
+
+    def process_weights_after_loading(self):
+        made = torch.empty_like(self.weight)
+        made.copy_(self.weight)
+        if Reaching.other is not None:
+            made += Reaching.other
+        self.weight = nn.Parameter(made, requires_grad=False)
+
+
+@pytest.mark.parametrize("bucket", [0, 64 << 20])
+def test_a_hook_that_begins_to_read_what_is_staged_in_live_memory_is_refused(monkeypatch, bucket):
+    small = Small(Reaching(), Reaching())
+    monkeypatch.setattr(staging, "BUCKET", bucket)
+    small.reload(4)
+    Reaching.other = small.model[2].weight
+    try:
+        state = small.state(5)
+        order = {name: state[name] for name in ("0.weight", "1.weight", "2.weight")}
+        with pytest.raises(ProcessingError, match=r"2\.weight"):
+            small.reload(5, order)
+    finally:
+        Reaching.other = None
+    small.reload(6)

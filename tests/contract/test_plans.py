@@ -368,3 +368,73 @@ def test_what_nobody_takes_costs_the_same_for_each_name_however_many_there_are()
         spent[count] = times[1]  # the first that uses the plan
     assert model.weight.tolist() == [1.0, 1.0]
     assert spent[16_000] < 24 * spent[2_000]  # eight times as many; looking through all is 64
+
+
+def known(toy="plain"):
+    """Return a bench whose last two loads brought the same names in one call each."""
+    bench = Bench(TOYS[toy])
+    for seed in (2, 3, 4):
+        bench.reload(bench.state(seed), plans=True)
+    return bench
+
+
+def _strided(tensor):
+    return tensor.t().contiguous().t()
+
+
+@pytest.mark.parametrize("change", [_strided, torch._neg_view, torch.nn.Parameter])
+def test_a_call_that_comes_as_before_but_for_the_layout_of_a_tensor_is_right(change):
+    bench = known()
+    state = bench.state(5)
+    name = next(name for name, tensor in state.items() if tensor.dim() == 2)
+    sent = {**state, name: change(state[name])}
+    with bench.session(plans=True) as session:
+        session.load(sent)
+    bench.serves = {**state, name: sent[name].detach().clone()}
+    bench.check_finished(session)
+
+
+def test_a_call_that_comes_as_before_for_the_second_time_in_a_session_is_double():
+    bench = known()
+    session = bench.open(plans=True)
+    session.load(bench.state(5))
+    with pytest.raises(DuplicateWeightError):
+        session.load(bench.state(6))
+
+
+def test_a_call_that_comes_as_before_is_refused_where_the_scope_has_less():
+    bench = known()
+    names = list(bench.state(5))
+    session = bench.open(plans=True, scope=Scope.only(names[:1]))
+    with pytest.raises(UnexpectedWeightError, match="not in the scope") as caught:
+        session.load(bench.state(5))
+    assert caught.value.model_intact
+    bench.check_ended(session, caught.value)
+
+
+def test_calls_that_never_come_again_are_not_kept_for_good():
+    bench = known("everything")
+    record = vars(bench.model)["_weightload_record"].plan
+    for seed in range(30):
+        bench.reload(shuffled(bench.state(seed), seed), plans=True)
+    kept = sum(len(bundle.names) for bundle in record.bundles.values())
+    assert kept <= 2 * len(record.routes)
+
+
+class Complex(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64), requires_grad=False)
+
+
+@pytest.mark.parametrize("make", [dict, list, iter])
+@pytest.mark.parametrize("verify", [None, "full"])
+def test_conjugates_are_resolved(make, verify):
+    """Their bytes are those of the tensor that they are conjugates of."""
+    model = Complex()
+    for number in range(1, 5):
+        sent = torch.full((3,), complex(number, number)).to(torch.complex64).conj()
+        pairs = {"weight": sent}
+        with WeightLoadSession(model, plans=True, verify=verify) as session:
+            session.load(pairs if make is dict else make(list(pairs.items())))
+        assert model.weight.tolist() == [complex(number, -number)] * 3

@@ -21,6 +21,7 @@ from weightload import (
     require_usable,
     weights_version,
 )
+from weightload.ownership import entered
 from weightload.testing import TOYS, Bench, ToyModel, layers
 from weightload.testing.oracle import check_equal, expected, identical, outputs
 
@@ -255,3 +256,53 @@ def test_a_model_does_not_compute_while_a_session_is_open(toy, commit):
     session = bench.open(commit=commit)
     session.abort()
     assert identical(outputs(bench.model), expected(bench.factory, bench.state(2)))
+
+
+def _computes(model):
+    return model(model.example()).isfinite().all()
+
+
+@pytest.mark.parametrize("publish", [False, True])
+def test_a_plan_that_a_reload_recorded_leaves_no_guard_behind(publish):
+    """The guards of that reload were in place when the plan was made."""
+    bench = Bench(TOYS["plain"])
+    vars(bench.model)["_weightload_record"].plan = None
+    seen = []
+    options = {"publish": [lambda old, new: seen.append(_computes(bench.model))]} if publish else {}
+    for seed in (2, 3, 4, 5):
+        session = bench.reload(bench.state(seed), plans=True, version=seed, **options)
+        assert _computes(bench.model)
+        assert not any("forward" in vars(module) for module in bench.model.modules())
+    assert len(seen) == (4 if publish else 0)
+    assert session.receipt.outcome == "finished"
+
+
+def test_a_poisoned_model_that_is_cured_again_and_again_computes():
+    bench = Bench(TOYS["repacked"])
+    for seed in (2, 3, 4):
+        bench.framework.fail_hook(1)
+        session = bench.open(plans=True)
+        with pytest.raises(ProcessingError):
+            session.load(bench.state(seed))
+        vars(bench.model)["_weightload_record"].plan = None
+        bench.reload(bench.state(seed), plans=True)
+        assert _computes(bench.model)
+        assert not any("forward" in vars(module) for module in bench.model.modules())
+
+
+def test_a_forward_of_its_own_that_a_module_has_lost_is_not_called_any_more():
+    bench = Bench(TOYS["plain"])
+    vars(bench.model)["_weightload_record"].plan = None
+    layer = bench.model.layers[0]
+    layer.forward = lambda x: x * 0
+    with bench.session(plans=True) as session:
+        session.load(bench.state(2))
+    del layer.forward
+    for seed in (3, 4):
+        session = bench.open(plans=True)
+        session.load(bench.state(seed))
+        with entered(session):
+            assert torch.equal(
+                layer(bench.model.example()), type(layer).forward(layer, bench.model.example())
+            )
+        session.finish()
