@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from weightload import UsageError, VerificationError, bake, poison_of
 from weightload.digest import digest
 from weightload.testing import TOYS, Bench, LoadingModel, layers
-from weightload.verifying import SAMPLE, Verification
+from weightload.verifying import _WINDOW, SAMPLE, Verification
 
 
 @pytest.mark.parametrize("commit", ["stream", "atomic"])
@@ -224,9 +224,9 @@ def test_what_is_looked_at_does_not_depend_on_the_way():
 def test_a_window_is_a_part_of_bounded_size(shape, salt):
     tensor = torch.empty(shape)
     window = Verification(mode="sampled", salt=str(salt))._window(tensor)
-    assert 0 < window.numel() * 4 <= 1 << 20
+    assert 0 < window.numel() * 4 <= _WINDOW
     assert window.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
-    if tensor.numel() * 4 <= 1 << 20:
+    if tensor.numel() * 4 <= _WINDOW:
         assert window.shape == tensor.shape
     else:
-        assert window.numel() * 4 > (1 << 20) / 2
+        assert window.numel() * 4 > _WINDOW / 2
