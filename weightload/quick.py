@@ -8,7 +8,6 @@ what has come so far, and goes on there.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
 from typing import Any
@@ -163,12 +162,12 @@ class Quick:
             if route is None or name in found:
                 return pairs
             found[name] = route
-        runs, do, tell = self._runs, self._do, self.tell
+        runs, do, tell, compared = self._runs, self._do, self.tell, self._compared
         addresses, intake = self.body.addresses, self._intake
         dirty = False
         for at, ((name, tensor), route) in enumerate(zip(pairs, found.values(), strict=True)):
             mine = runs.get(name)
-            if mine is not None and tensor.is_cpu:
+            if mine is not None and tensor.is_cpu and name not in compared:
                 if mine and not dirty:
                     self._mark_dirty()
                     dirty = True
@@ -265,15 +264,10 @@ class Quick:
         """Return for each name that is only moved what that takes."""
         if not self._on_host:
             return {}
-        runs, left = self.part.runs, self._compared
-        if torch.get_num_threads() == 1 and self._intake.verification is None:
+        runs = self.part.runs
+        if torch.get_num_threads() == 1:
             return runs
-        most = sys.maxsize if torch.get_num_threads() == 1 else LARGE
-        return {
-            name: mine
-            for name, mine in runs.items()
-            if name not in left and all(run[3] < most for run in mine)
-        }
+        return {k: mine for k, mine in runs.items() if all(run[3] < LARGE for run in mine)}
 
     def _flush(self) -> None:
         self._batch.flush()
@@ -300,7 +294,6 @@ class Quick:
         if self._begins:
             self._begins = False
             self._compared.add(name)  # the first one is looked at, whichever it is
-            self._runs.pop(name, None)
         return route
 
     def _do(self, name: str, tensor: torch.Tensor, route: Route) -> bool:
@@ -309,10 +302,8 @@ class Quick:
         if runs is not None and tensor.is_cpu:
             if runs:
                 self._mark_dirty()
-            intake = self._intake
-            intake.current = name
-            intake.seen[name] = route.fact
-            intake.nbytes += route.nbytes
+            self._intake.take(name, tensor, route.fact, route.nbytes)
+            self._note(name, tensor, route)
             address, addresses = tensor.data_ptr(), self.body.addresses
             for at, to, start, nbytes in runs:
                 move(addresses[at] + to, address + start, nbytes)
@@ -329,19 +320,22 @@ class Quick:
         intake.take(name, tensor, route.fact, route.nbytes)
         if route.casts:
             intake.casts.add(name)
+        self._note(name, tensor, route)
         for copy in route.copies:
-            at = body.skeleton.places[copy.place]
-            if name in self._compared:
-                self._note(copy, body.tensors[at], tensor)
-            copy.carry_out(body.tensors[at], tensor, self._batch)
+            target = body.tensors[body.skeleton.places[copy.place]]
+            copy.carry_out(target, tensor, self._batch)
         return True
 
-    def _note(self, copy: Copy, target: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Remember what is sent, to be compared at the end."""
-        verification, source = self._intake.verification, copy.source(tensor)
-        if verification is not None and source is not None:
-            sent = source.to(target.device, target.dtype).expand(copy.write.target.shape)
-            self._sent.append((copy, verification.digest_of(sent)))
+    def _note(self, name: str, tensor: torch.Tensor, route: Route) -> None:
+        """Remember what is sent, if it is compared at the end."""
+        verification, body = self._intake.verification, self.body
+        if verification is None or name not in self._compared:
+            return
+        for copy in route.copies:
+            target, source = body.tensors[body.skeleton.places[copy.place]], copy.source(tensor)
+            if source is not None:
+                sent = source.to(target.device, target.dtype).expand(copy.write.target.shape)
+                self._sent.append((copy, verification.digest_of(sent)))
 
     def compare(self) -> None:
         """Compare what is live with what was sent, if that was asked for; see :meth:`Board.compare`.

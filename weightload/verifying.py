@@ -22,7 +22,7 @@ __all__ = ["SAMPLE", "Verification", "Verify"]
 Verify = Literal["sampled", "full"]
 SAMPLE = 64
 """A sampled verification looks at one of so many source tensors, and of so many units."""
-_WINDOW = 1 << 18
+_WINDOW = 1 << 16
 """It looks at so many bytes of a source tensor, and of each place where that goes."""
 
 
