@@ -49,10 +49,10 @@ def digest(tensor: torch.Tensor) -> int:
         columns = math.isqrt(words.numel())
         square = words[: words.numel() // columns * columns].view(-1, columns)
         rest = words[square.numel() :]
-        for part in (square.sum(0), square.sum(1), rest):
-            weights = torch.arange(part.numel(), device=part.device) * 2 + 1
-            weighted = int((_scrambled(part) * weights).sum())
-            result = (result * _ODD + weighted) % _MODULUS
+        sums = torch.cat((square.sum(0), square.sum(1), rest))
+        weights = torch.arange(1, 2 * sums.numel(), 2, device=sums.device)
+        weighted = int((_scrambled(sums) * weights).sum())
+        result = (result * _ODD + weighted) % _MODULUS
     return result
 
 

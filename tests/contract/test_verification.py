@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightload import UsageError, VerificationError, bake, poison_of
+from weightload import UsageError, VerificationError, WeightLoadSession, bake, poison_of
 from weightload.digest import digest
 from weightload.testing import TOYS, Bench, LoadingModel, layers
 from weightload.verifying import _WINDOW, SAMPLE, Verification
@@ -230,3 +230,26 @@ def test_a_window_is_a_part_of_bounded_size(shape, salt):
         assert window.shape == tensor.shape
     else:
         assert window.numel() * 4 > _WINDOW / 2
+
+
+class Turning(torch.nn.Module):
+    """Its loader turns a square matrix."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(4, 4), requires_grad=False)
+
+    def load_weights(self, weights):
+        for _, tensor in weights:
+            self.weight.copy_(tensor.t())
+
+
+@pytest.mark.parametrize("verify", ["sampled", "full"])
+def test_what_is_live_is_compared_in_the_order_in_which_it_was_written(verify):
+    model = Turning()
+    for number in range(1, 6):
+        sent = torch.randn(4, 4, generator=torch.Generator().manual_seed(number))
+        with WeightLoadSession(model, plans=True, verify=verify, version=number) as session:
+            session.load({"weight": sent})
+        assert torch.equal(model.weight, sent.t())
+        assert session.receipt.verified["tensors"] == 1
