@@ -38,7 +38,7 @@ _ROOMS = frozenset(
     )
 )
 """Operations that give a tensor whose values are arbitrary."""
-_OWN = (os.path.dirname(torch.__file__), __file__, observer.__file__)
+_OWN = (os.path.join(os.path.dirname(torch.__file__), ""), __file__, observer.__file__)
 """Where code is that is between a hook and what it calls."""
 _WORTH = 1 << 20
 """Bytes from which on it takes longer to clear new memory than to look for some that was used."""
@@ -61,7 +61,7 @@ class Births(TorchDispatchMode):
         self.rooms: dict[Room, int | None] = {}
         self._landings: Mapping[Room, torch.Tensor] = {}
         self._base = 0
-        self._land: Callable[[torch.Tensor], None] | None = None
+        self._land: Callable[[torch.Tensor], object] = id
         self._made: dict[int, tuple[StorageWeakRef, str]] = {}
         self._lent: list[torch.UntypedStorage] = []
 
@@ -84,8 +84,8 @@ class Births(TorchDispatchMode):
 
     def begin(
         self,
-        landings: Mapping[Room, torch.Tensor] | None = None,
-        land: Callable[[torch.Tensor], None] | None = None,
+        landings: Mapping[Room, torch.Tensor],
+        land: Callable[[torch.Tensor], None],
     ) -> None:
         """Get ready for the next hook, which the caller is going to call.
 
@@ -95,7 +95,7 @@ class Births(TorchDispatchMode):
                 live ones at once.
             land: called with a live tensor before its memory is given away.
         """
-        self.rooms, self._landings, self._land = {}, landings or {}, land
+        self.rooms, self._landings, self._land = {}, landings, land
         self._base = id(sys._getframe(1))
 
     def _place(self, tensor: torch.Tensor) -> bool:
@@ -110,15 +110,16 @@ class Births(TorchDispatchMode):
         while (site, number) in self.rooms:
             number += 1
         live = self._landings.get((site, number))
-        lands = live is not None and look_of(tensor) == look_of(live)
-        if lands and live is not None and self._land is not None:
+        if live is not None and look_of(tensor) == look_of(live):
             self._land(live)
             place = live.storage_offset()
             tensor.set_(live.untyped_storage(), place, tensor.shape, tensor.stride())
-        elif self.pool is not None:
-            self._lend(tensor, self.pool)
+        else:
+            live = None
+            if self.pool is not None:
+                self._lend(tensor, self.pool)
         self.rooms[site, number] = storage_key(tensor)
-        return lands
+        return live is not None
 
     def _site(self) -> int:
         """Return a number for the place in the hook, with all calls that led there."""
