@@ -14,9 +14,12 @@ import torch
 from weightload import (
     DuplicateWeightError,
     IncompleteLoadError,
+    ModuleRule,
+    Role,
     Scope,
     StorageChangedError,
     UnexpectedWeightError,
+    WeightLoadError,
     WeightLoadSession,
     WeightMismatchError,
 )
@@ -438,3 +441,88 @@ def test_conjugates_are_resolved(make, verify):
         with WeightLoadSession(model, plans=True, verify=verify) as session:
             session.load(pairs if make is dict else make(list(pairs.items())))
         assert model.weight.tolist() == [complex(number, -number)] * 3
+
+
+def _adds_a_module(bench):
+    bench.model.layers[0].adapter = layers.Linear()
+    bench.model.layers[0].adapter.weight.data.zero_()
+
+
+def _adds_a_module_without_tensors(bench):
+    bench.model.layers[0].adapter = torch.nn.Identity()
+
+
+def _wraps_a_module(bench):
+    class Wrapped(torch.nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base_layer = base
+
+        def forward(self, x):
+            return self.base_layer(x)
+
+    bench.model.layers[1] = Wrapped(bench.model.layers[1])
+
+
+def _loses_a_module(bench):
+    del bench.model.layers[2]
+
+
+def _has_a_new_rule(bench):
+    rule = ModuleRule(role=Role.QUANT, process=lambda module: module.weight.data.mul_(3))
+    bench.framework.registry.register(layers.Linear, rule)
+
+
+def _has_another_type(bench):
+    bench.model.layers[1].to(torch.float64)
+
+
+def _has_other_memory(bench):
+    place = bench.model.layers[1].weight
+    place.data = place.data.clone()
+
+
+def _has_another_parameter(bench):
+    layer = bench.model.layers[1]
+    layer.weight = torch.nn.Parameter(layer.weight.detach().clone(), requires_grad=False)
+
+
+def _has_another_loader(bench):
+    def turned(place, tensor):
+        place.data.copy_(tensor.flip(0))
+
+    bench.model.layers[1].weight.weight_loader = turned
+
+
+CHANGES = [
+    _adds_a_module, _adds_a_module_without_tensors, _wraps_a_module, _loses_a_module,
+    _has_a_new_rule, _has_another_type, _has_other_memory, _has_another_parameter,
+    _has_another_loader,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("when", ["before", "after the plan was used"])
+def test_a_model_that_has_changed_loads_as_without_a_plan(change, when):
+    """Adapters come and go, engines re-allocate, users register rules: plans must not outlive that."""
+    outcomes = []
+    for plans in (True, False):
+        bench = Bench(
+            lambda: LoadingModel(layers.RepackedLinear(), layers.Linear(), layers.InPlaceLinear())
+        )
+        state = bench.state(5)
+        for seed in (2, 3, 4) if when != "before" else (2,):
+            bench.reload(bench.state(seed), plans=plans)
+        change(bench)
+        mine = []
+        for _ in range(2):
+            session = bench.session(plans=plans)
+            try:
+                with session:
+                    session.load(dict(state))
+                tensors = (*bench.model.named_parameters(), *bench.model.named_buffers())
+                mine.append({name: tensor.tolist() for name, tensor in tensors})
+            except WeightLoadError as error:
+                mine.append((type(error), error.model_intact))
+        outcomes.append(mine)
+    assert outcomes[0] == outcomes[1]
