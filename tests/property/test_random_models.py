@@ -4,7 +4,7 @@ the load is refused and says truly what is left. ``make fuzz`` runs the same wit
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 from loads import FAULTS, SCOPES, SOURCES
 from random_models import run_example
@@ -17,20 +17,32 @@ from weightload.testing import check_equal, kernels, layers, make_state, toy_fra
 EXAMPLES = 12 * settings.default.max_examples
 
 
-def test_a_load_gives_what_a_fresh_load_gives_or_is_refused():
-    """Up to four loads in a row, most of them broken, and a complete one at the end."""
-    coverage = Counter()
-
-    @settings(max_examples=EXAMPLES)
-    @given(st.data())
-    def every_example(data):
-        run_example(data.draw, coverage)
-
-    every_example()
-    if EXAMPLES < 700:
-        return
+def unnoticed(coverage):
+    """Return the faults of which none was refused so far."""
     seen = {group for group, outcome in coverage if "refused" in outcome or "aborted" in outcome}
-    assert {f"fault: {fault}" for fault in FAULTS} - seen == set(), "a fault that nobody noticed"
+    return {f"fault: {fault}" for fault in FAULTS} - seen
+
+
+def test_a_load_gives_what_a_fresh_load_gives_or_is_refused():
+    """Up to four loads in a row, most of them broken, and a complete one at the end.
+
+    Examples resemble each other, so that a round of them may miss a fault; others follow then.
+    """
+    coverage = Counter()
+    for number in range(5):
+
+        @seed(number)
+        @settings(max_examples=EXAMPLES)
+        @given(st.data())
+        def every_example(data):
+            run_example(data.draw, coverage)
+
+        every_example()
+        if EXAMPLES < 700:
+            return
+        if not unnoticed(coverage):
+            break
+    assert unnoticed(coverage) == set(), "a fault that nobody noticed"
     finished = {group for group, outcome in coverage if outcome == "finished"}
     assert {f"scope: {scope}" for scope in SCOPES} - finished == set()
     assert {("source", kind) for kind in SOURCES} - coverage.keys() == set()
