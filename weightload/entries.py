@@ -185,6 +185,8 @@ class Load:
         """Let go of the model."""
         loaded = [entry for entry in self.entries if entry.ledger.touched]
         self.counts.staging_peak_bytes = self.area.peak
+        # A scribe knows tensors, and a caller may keep the session.
+        self.scribe = self.intake.scribe = None
         in_place = {id(entry.slots[0][0]) for entry in loaded if entry.staging is None}
         self.counts.layers_in_place = len(in_place)
         self.counts.tensors_staged = sum(entry.staging is not None for entry in loaded)

@@ -156,7 +156,6 @@ def test_a_model_dies_with_a_session_that_it_keeps_open_itself():
         warnings.simplefilter("always")
         del bench, session
         gc.collect()
-        gc.collect()  # a session that is collected puts live tensors back, which go after it
     assert [name for name, reference in references.items() if reference() is not None] == []
     assert [one.category for one in caught] == [ResourceWarning]
 
