@@ -61,6 +61,7 @@ class Births(TorchDispatchMode):
         self.rooms: dict[Room, int | None] = {}
         self._landings: Mapping[Room, torch.Tensor] = {}
         self._base = 0
+        self._named = False
         self._land: Callable[[torch.Tensor], object] = id
         self._made: dict[int, tuple[StorageWeakRef, str]] = {}
         self._lent: list[torch.UntypedStorage] = []
@@ -86,6 +87,8 @@ class Births(TorchDispatchMode):
         self,
         landings: Mapping[Room, torch.Tensor],
         land: Callable[[torch.Tensor], None],
+        *,
+        noting: bool,
     ) -> None:
         """Get ready for the next hook, which the caller is going to call.
 
@@ -94,8 +97,10 @@ class Births(TorchDispatchMode):
                 makes for that, by the names of these in :attr:`rooms`. It gets the memory of the
                 live ones at once.
             land: called with a live tensor before its memory is given away.
+            noting: whether somebody is going to ask for :attr:`rooms`.
         """
         self.rooms, self._landings, self._land = {}, landings, land
+        self._named = noting or bool(landings)
         self._base = id(sys._getframe(1))
 
     def _place(self, tensor: torch.Tensor) -> bool:
@@ -105,6 +110,10 @@ class Births(TorchDispatchMode):
             Whether that is a live tensor's.
         """
         if storage_key(tensor) is None:
+            return False
+        if not self._named:
+            if self.pool is not None:
+                self._lend(tensor, self.pool)
             return False
         site, number = self._site(), 0
         while (site, number) in self.rooms:

@@ -68,7 +68,7 @@ class Learning:
             observer.watch(tensor)
         watching = observer if loose else nullcontext()
         landings = unit.landings(hook)
-        unit.births.begin(landings, self._land)
+        unit.births.begin(landings, self._land, noting=self._load.judging)
         before = self._states_around(unit, hook) if self._load.judging else []
         try:
             with (

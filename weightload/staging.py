@@ -1,8 +1,8 @@
 """Memory for what is staged: twins of tensors that a hook changes, until they are processed.
 
-Mostly that is memory of a pool. Two things are better off in the memory of the live tensor itself,
-once live memory is written anyway: what processing leaves where it was, and what comes before
-another unit is complete, so that much would be staged at once.
+Mostly that is memory of a pool. Two things are better off in the memory of the live tensor itself:
+what processing leaves where it was, once live memory is written anyway; and what comes before another
+unit is complete, so that much would be staged at once.
 """
 
 from __future__ import annotations
