@@ -6,12 +6,12 @@ they are in order with what the session does there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
-from weightload.files import Header
+from weightload.files import File
 from weightload.lanes import accelerator
 from weightload.reading import Piece, read_pieces
 
@@ -34,8 +34,13 @@ class Bounce:
         self._events: list[Any] = [None, None]
         self._turn = 0
 
-    def fill(self, handle: int, header: Header, pieces: list[Piece]) -> None:
+    def fill(self, handle: int, file: File, pieces: Iterable[tuple[int, torch.Tensor]]) -> None:
         """Read pieces of one file into memory of a device; the copies may still be under way then.
+
+        Args:
+            handle: the open file.
+            file: what it holds.
+            pieces: bytes of the file before each, and the contiguous tensor that takes it.
 
         Raises:
             CheckpointFileError: as for :func:`weightload.reading.read_pieces`.
@@ -52,33 +57,34 @@ class Bounce:
             if self._events[turn] is not None:
                 self._events[turn].synchronize()  # what this buffer held has arrived
             buffer, used = self._buffers[turn], 0
-            inside, sources = [], []
-            for name, offset, target in loads:
+            inside: list[Piece] = []
+            sources = []
+            for offset, target in loads:
                 source = buffer[used : used + target.nbytes]
-                inside.append(Piece(name, offset, source.nbytes, source.data_ptr()))
+                inside.append((offset, source.nbytes, source.data_ptr()))
                 sources.append(source)
                 used += source.nbytes
-            read_pieces(handle, header, inside)
-            torch._foreach_copy_([load[2] for load in loads], sources, non_blocking=True)
+            read_pieces(handle, file, inside)
+            torch._foreach_copy_([target for _, target in loads], sources, non_blocking=True)
             if api is not None:
                 self._events[turn] = api.Event()
                 self._events[turn].record()
 
-    def _split(self, pieces: list[Piece]) -> Iterator[list[tuple[str, int, torch.Tensor]]]:
-        """Yield names, offsets and bytes that fit into one buffer together; large ones in parts."""
-        loads: list[tuple[str, int, torch.Tensor]] = []
+    def _split(
+        self, pieces: Iterable[tuple[int, torch.Tensor]]
+    ) -> Iterator[list[tuple[int, torch.Tensor]]]:
+        """Yield offsets and bytes that fit into one buffer together; large ones in parts."""
+        loads: list[tuple[int, torch.Tensor]] = []
         room = self._nbytes
-        for piece in pieces:
-            if piece.tensor is None:
-                continue
-            octets = piece.tensor.detach().view(-1).view(torch.uint8)
+        for offset, target in pieces:
+            octets = target.detach().view(-1).view(torch.uint8)
             begin = 0
-            while begin < piece.nbytes:
+            while begin < octets.numel():
                 if not room:
                     yield loads
                     loads, room = [], self._nbytes
-                size = min(room, piece.nbytes - begin)
-                loads.append((piece.name, piece.offset + begin, octets[begin : begin + size]))
+                size = min(room, octets.numel() - begin)
+                loads.append((offset + begin, octets[begin : begin + size]))
                 begin += size
                 room -= size
         if loads:

@@ -1,31 +1,62 @@
-"""The tensors of one call of ``load`` that came as they are expected to come again.
+"""The tensors of one call of ``load``, or of one file, that came as they are expected to come again.
 
 A trainer sends the same names in the same order every time. What was found out about each of them
-can be compared with all of them at once then, by few calls that each look at a whole list.
+can be compared with all of them at once then, by few calls that each look at a whole list; and what
+is staged is begun and ended once for each tensor of the model, not for each that comes.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import math
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter, eq, is_, methodcaller
-from typing import Any
+from typing import TYPE_CHECKING
 
 import attrs
 import torch
 from torch import nn
 
-from weightload.moving import move
+from weightload.ledger import Region
+from weightload.moving import LARGE, move
 from weightload.record import SourceFact
+from weightload.staging import BUCKET
 
-__all__ = ["PLAIN", "Bundle"]
+if TYPE_CHECKING:
+    from weightload.recorded import Copy, Recorded, Route
+
+__all__ = ["PLAIN", "Addresses", "Bundle", "Fill", "Portion"]
+
+Addresses = Sequence[int] | Mapping[int, int]
+"""Where the first element of each tensor is, by its position in the skeleton."""
 
 PLAIN = frozenset((torch.Tensor, nn.Parameter))
 """Types of tensors that are nothing but memory."""
 _AT_ONCE = 256
-"""Tensors that are moved without a look at anything else, such as an interrupt."""
+"""Runs that are moved without a look at anything else, such as an interrupt."""
+_WORTH_A_LOOK = 64 << 20
+"""Bytes after which somebody may want to know how far this is."""
 
-_Runs = Mapping[str, Sequence[tuple[int, int, int, int]]]
+
+@attrs.frozen(eq=False, repr=False)
+class Fill:
+    """A tensor that is staged, all of which comes in one portion.
+
+    Attributes:
+        place: its qualified name.
+        at: its position in the skeleton.
+        loader: its own loader when the plan was recorded.
+        regions: which source fills which part of it; no two parts have an element in common.
+        count: its elements.
+        nbytes: its size.
+    """
+
+    place: str
+    at: int
+    loader: object
+    regions: dict[Region, str | None]
+    count: int
+    nbytes: int
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -35,63 +66,104 @@ class Portion:
     Attributes:
         start: position of the first one.
         stop: position behind the last one.
+        single: whether each of them has to be looked at; there is nothing else in the portion then.
         nbytes: their size.
+        facts: what is remembered about each name.
         runs: for each run of bytes the position of its tensor from ``start`` on, the place, the first
             byte there, the first byte in the source and the number of bytes.
+        live: the places that are written where they are.
+        fills: the others.
     """
 
     start: int
     stop: int
-    nbytes: int
-    runs: list[tuple[int, int, int, int, int]]
+    single: bool = True
+    nbytes: int = 0
+    facts: dict[str, SourceFact] = attrs.field(factory=dict)
+    runs: list[tuple[int, int, int, int, int]] = attrs.field(factory=list)
+    live: frozenset[int] = frozenset()
+    fills: list[Fill] = attrs.field(factory=list)
+
+    def move(self, tensors: Sequence[torch.Tensor], addresses: Addresses) -> None:
+        """Move all runs.
+
+        Args:
+            tensors: of the whole bundle, for which :meth:`Bundle.fits` was true.
+            addresses: of the places.
+        """
+        first = [*map(methodcaller("data_ptr"), tensors[self.start : self.stop])]
+        for begin in range(0, len(self.runs), _AT_ONCE):
+            runs = self.runs[begin : begin + _AT_ONCE]
+            targets = [addresses[place] + to for _, place, to, _, _ in runs]
+            sources = [first[at] + start for at, _, _, start, _ in runs]
+            sizes = [nbytes for *_, nbytes in runs]
+            deque(map(move, targets, sources, sizes), maxlen=0)
+
+    def pieces(
+        self, offsets: Sequence[int], addresses: Addresses
+    ) -> Iterator[tuple[int, int, int]]:
+        """Yield for each run where it begins in a file, its size and the address that it goes to.
+
+        Args:
+            offsets: where the tensors of the whole bundle begin in the file.
+            addresses: of the places.
+        """
+        first = self.start
+        for at, place, to, start, nbytes in self.runs:
+            yield offsets[first + at] + start, nbytes, addresses[place] + to
 
 
 @attrs.frozen(eq=False, repr=False)
 class Bundle:
-    """What is known about tensors that go to their places as runs of bytes.
+    """What is known about tensors that come one after the other.
 
     Attributes:
-        names: theirs, in the order in which they came; no name twice.
+        names: theirs, in the order in which they come; no name twice.
         shapes: theirs.
         dtypes: theirs.
-        facts: what is remembered about each name.
-        portions: of all that has to be moved.
+        portions: what has to be done for them.
+        threads: whether large runs were left to several threads.
     """
 
-    names: list[str]
+    names: tuple[str, ...]
     shapes: list[torch.Size]
     dtypes: list[torch.dtype]
-    facts: list[SourceFact]
     portions: list[Portion]
+    threads: bool
 
     @classmethod
-    def of(cls, names: list[str], routes: Mapping[str, Any], runs: _Runs) -> Bundle:
-        """Make it of names that all have a route; those without runs go nowhere."""
-        mine = [routes[name] for name in names]
-        portions = []
-        for begin in range(0, len(names), _AT_ONCE):
-            some = range(begin, min(begin + _AT_ONCE, len(names)))
-            nbytes = sum(mine[at].nbytes for at in some)
-            portions.append(
-                Portion(
-                    begin,
-                    some.stop,
-                    nbytes,
-                    [(at - begin, *run) for at in some for run in runs.get(names[at], ())],
-                )
-            )
+    def of(
+        cls,
+        names: tuple[str, ...],
+        recorded: Recorded,
+        owners: Mapping[str, object],
+        *,
+        threads: bool,
+    ) -> Bundle | None:
+        """Make it of names that a plan knows, ``None`` if it does not.
+
+        Args:
+            names: what comes.
+            recorded: the plan.
+            owners: for each place that may be staged what it is processed with.
+            threads: whether large runs are better left to several threads.
+        """
+        routes = [recorded.routes.get(name) for name in names]
+        known = [route for route in routes if route is not None]
+        if len(known) < len(names) or len(set(names)) < len(names):
+            return None
         return cls(
             names=names,
-            shapes=[route.shape for route in mine],
-            dtypes=[route.dtype for route in mine],
-            facts=[route.fact for route in mine],
-            portions=portions,
+            shapes=[route.shape for route in known],
+            dtypes=[route.dtype for route in known],
+            portions=_Cutter(names, known, recorded, owners, threads).portions(),
+            threads=threads,
         )
 
     @property
-    def writes(self) -> bool:
-        """Whether anything is moved."""
-        return any(portion.runs for portion in self.portions)
+    def helps(self) -> bool:
+        """Whether something is taken together."""
+        return not all(portion.single for portion in self.portions)
 
     def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether as many tensors, which have come under the names, are what they were."""
@@ -104,18 +176,91 @@ class Bundle:
             and not any(map(methodcaller("is_neg"), tensors))
         )
 
-    def move(self, tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> Iterator[Portion]:
-        """Move all runs, and yield each portion when that is done.
 
-        Args:
-            tensors: for which :meth:`fits` was true.
-            addresses: of the places.
-        """
-        for portion in self.portions:
-            mine = tensors[portion.start : portion.stop]
-            first = [*map(methodcaller("data_ptr"), mine)]
-            targets = [addresses[place] + to for _, place, to, _, _ in portion.runs]
-            sources = [first[at] + start for at, _, _, start, _ in portion.runs]
-            sizes = [nbytes for *_, nbytes in portion.runs]
-            deque(map(move, targets, sources, sizes), maxlen=0)
-            yield portion
+class _Cutter:
+    """Cuts what comes into portions, each of which fills all of whatever it stages."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        routes: Sequence[Route],
+        recorded: Recorded,
+        owners: Mapping[str, object],
+        threads: bool,
+    ) -> None:
+        self._names, self._routes = names, routes
+        self._plan, self._places = recorded.plan, recorded.skeleton.places
+        self._owners, self._threads = owners, threads
+
+    def portions(self) -> list[Portion]:
+        """Return them."""
+        found: list[Portion] = []
+        left = Counter(copy.place for route in self._routes for copy in self._staged(route))
+        waiting: set[str] = set()
+        start = size = 0
+        for at, route in enumerate(self._routes):
+            alone = not all(map(self._moves, route.copies))
+            if alone and not waiting and start < at:
+                found.append(self._portion(start, at))
+                start = at
+            ends = alone
+            for copy in self._staged(route):
+                left[copy.place] -= 1
+                (waiting.add if left[copy.place] else waiting.discard)(copy.place)
+                ends = True
+            size = route.nbytes + (size if start < at else 0)
+            if not waiting and (ends or size >= _WORTH_A_LOOK or at + 1 - start >= _AT_ONCE):
+                found.append(self._portion(start, at + 1))
+                start = at + 1
+        if start < len(self._routes):
+            found.append(self._portion(start, len(self._routes)))
+        return found
+
+    def _staged(self, route: Route) -> list[Copy]:
+        return [copy for copy in route.copies if copy.place in self._owners]
+
+    def _moves(self, copy: Copy) -> bool:
+        """Whether a write is a run of bytes that one thread moves."""
+        return copy.start is not None and not (self._threads and copy.nbytes >= LARGE)
+
+    def _portion(self, start: int, stop: int) -> Portion:
+        names, routes = self._names[start:stop], self._routes[start:stop]
+        copies = [(at, copy) for at, route in enumerate(routes) for copy in route.copies]
+        fills: dict[str, list[tuple[str, Copy]]] = {}
+        for at, copy in copies:
+            if copy.place in self._owners:
+                fills.setdefault(copy.place, []).append((names[at], copy))
+        made = [self._fill(place, mine) for place, mine in fills.items()]
+        whole = [fill for fill in made if fill is not None]
+        crowded = (
+            len({self._owners[fill.place] for fill in whole}) > 1
+            and sum(fill.nbytes for fill in whole) > BUCKET
+        )
+        if len(whole) < len(made) or crowded or not all(self._moves(copy) for _, copy in copies):
+            return Portion(start, stop)
+        places = self._places
+        return Portion(
+            start=start,
+            stop=stop,
+            single=False,
+            nbytes=sum(route.nbytes for route in routes),
+            facts={name: route.fact for name, route in zip(names, routes, strict=True)},
+            runs=[(at, places[c.place], c.to, c.start or 0, c.nbytes) for at, c in copies],
+            live=frozenset(places[c.place] for _, c in copies if c.place not in fills),
+            fills=whole,
+        )
+
+    def _fill(self, place: str, mine: list[tuple[str, Copy]]) -> Fill | None:
+        """Return what fills a place, ``None`` if that is not all of it, or something comes twice."""
+        regions: dict[Region, str | None] = {copy.region: name for name, copy in mine}
+        count = sum(copy.count for _, copy in mine)
+        if len(regions) < len(mine) or count != math.prod(self._plan.places[place].shape):
+            return None
+        return Fill(
+            place=place,
+            at=self._places[place],
+            loader=mine[0][1].loader,
+            regions=regions,
+            count=count,
+            nbytes=sum(copy.nbytes for _, copy in mine),
+        )

@@ -15,7 +15,7 @@ import click
 
 from weightload import __version__
 from weightload.errors import WeightLoadError
-from weightload.files import checkpoint_folder, read_headers
+from weightload.files import checkpoint_folder, read_files
 from weightload.registry import ModuleRegistry
 
 __all__ = ["main"]
@@ -33,11 +33,11 @@ def check(folder: Path) -> None:
     """Read the headers of a checkpoint's safetensors files and check that their data is there."""
     try:
         files = sorted(checkpoint_folder(folder).glob("*.safetensors"))
-        headers = read_headers(files)
+        headers = [one for file in read_files(files) for one in file.headers.values()]
     except WeightLoadError as error:
         raise click.ClickException(str(error)) from error
     elements: collections.Counter[str] = collections.Counter()
-    for header in headers.values():
+    for header in headers:
         elements[header.dtype] += math.prod(header.shape)
     kinds = ", ".join(f"{count:,} x {dtype}" for dtype, count in sorted(elements.items()))
     click.echo(f"{len(files)} files, {len(headers)} tensors, {kinds or 'no elements'}: whole.")

@@ -7,14 +7,14 @@ same ledgers on both ways, so that completeness is measured against the model.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from weightload.arrivals import Arrivals
 from weightload.batching import Batch
-from weightload.bundle import PLAIN
+from weightload.bundle import PLAIN, Fill
 from weightload.entries import Entry, Load
 from weightload.ledger import meet
 from weightload.moving import LARGE, move, unwatched
@@ -164,6 +164,49 @@ class Express:
             del guard
         return found
 
+    @property
+    def owners(self) -> dict[str, int]:
+        """The places that this takes tensors to, with a number for what each is processed with."""
+        return {
+            name: id(entry.readers[0] if entry.readers else entry)
+            for name, entry in self._entries.items()
+        }
+
+    def expects(self, fills: Sequence[Fill]) -> bool:
+        """Whether nothing has come yet for some tensors, and all is as it was recorded."""
+        entries = [self._entries[fill.place] for fill in fills]
+        return not any(
+            entry.ledger.touched or entry.gaps or not self._takes_writes(entry, fill)
+            for fill, entry in zip(fills, entries, strict=True)
+        )
+
+    def begin(self, fills: Sequence[Fill]) -> dict[int, int]:
+        """Get ready for all that tensors take which are expected, and return their addresses."""
+        found, guard = {}, unwatched()
+        try:
+            for fill in fills:
+                entry = self._entries[fill.place]
+                if entry.staging is None:
+                    self._load.mark_dirty()
+                elif not entry.staging.allocated:
+                    self._arrivals.stage(entry.staging, self.recorded.pool)
+                watched = entry.watched
+                if watched is not None:
+                    first = watched.base_offset * entry.tensor.element_size()
+                    found[fill.at] = watched.hold.data_ptr() + first
+        finally:
+            del guard
+        return found
+
+    def end(self, fills: Sequence[Fill]) -> None:
+        """Note that they are filled."""
+        for fill in fills:
+            entry = self._entries[fill.place]
+            self._load.counts.bytes_written += fill.nbytes
+            entry.ledger.fill_all(fill.regions)
+            if entry.readers:
+                self._arrivals.note_ready(entry)
+
     def flush(self) -> None:
         """Do what waits to be copied on a device."""
         if self._batch:
@@ -194,15 +237,21 @@ class Express:
 
     def _fits(self, copy: Copy, entry: Entry) -> bool:
         """Whether a write can be done, and means what it meant when it was recorded."""
-        if entry.closed or entry.watched is None or entry.ledger.has(copy.region):
+        if entry.ledger.has(copy.region):
             return False
         if entry.gaps and any(meet(copy.region, gap) for gap in entry.gaps):
             return False
-        checked = self._checked.get(copy.place)
+        return self._takes_writes(entry, copy)
+
+    def _takes_writes(self, entry: Entry, what: Copy | Fill) -> bool:
+        """Whether a tensor may be written, and its loader is the one that it was."""
+        if entry.closed or entry.watched is None:
+            return False
+        checked = self._checked.get(what.place)
         if checked is None:
-            same = loader_of(entry.tensor) == copy.loader
+            same = loader_of(entry.tensor) == what.loader
             self.stale = self.stale or not same
-            checked = self._checked[copy.place] = same and not entry.shared.names
+            checked = self._checked[what.place] = same and not entry.shared.names
         return checked
 
     def _do(self, name: str, copy: Copy, entry: Entry, tensor: torch.Tensor) -> None:

@@ -3,38 +3,61 @@
 from __future__ import annotations
 
 import json
+import math
 import operator
 import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import attrs
 
 from weightload.errors import CheckpointFileError, DuplicateWeightError
 
-__all__ = ["Header", "checkpoint_folder", "read_headers", "safetensors_of", "stamp_of"]
+__all__ = ["File", "Header", "checkpoint_folder", "read_files", "safetensors_of", "stamp_of"]
 
 _LONGEST_HEADER = 100_000_000
+_REMEMBERED = 4 << 20
+"""Bytes of headers whose meaning is remembered."""
+_SIZES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
+    **dict.fromkeys(("U32", "I32", "F32"), 4),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
+}
+"""Bytes of one element, by the names of types in safetensors files."""
 
 
 class Header(NamedTuple):
     """One tensor of a safetensors file, without its data.
 
     Attributes:
-        file: where it is.
         dtype: type of the elements, in the file format's words, such as ``"BF16"``.
         shape: sizes.
         offset: bytes of the file before its data.
         nbytes: size of its data.
-        stamp: what the file was when its header was read; see :func:`stamp_of`.
     """
 
-    file: Path
     dtype: str
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+
+
+@attrs.frozen(eq=False)
+class File:
+    """What one safetensors file holds.
+
+    Attributes:
+        path: where it is.
+        stamp: what the file was when its header was read; see :func:`stamp_of`.
+        headers: of all tensors by name, in the order of their data; not to be changed.
+    """
+
+    path: Path
     stamp: tuple[int, int, int]
+    headers: Mapping[str, Header]
 
 
 def checkpoint_folder(path: str | Path) -> Path:
@@ -85,7 +108,7 @@ def stamp_of(status: os.stat_result) -> tuple[int, int, int]:
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def read_headers(files: Iterable[str | Path]) -> dict[str, Header]:
+def read_files(files: Iterable[str | Path]) -> list[File]:
     """Read the headers of safetensors files and check that their data is all there.
 
     The format is an 8 byte little-endian length, that many bytes of JSON, and the data
@@ -95,50 +118,87 @@ def read_headers(files: Iterable[str | Path]) -> dict[str, Header]:
         CheckpointFileError: a file is missing, cut short, or no safetensors file.
         DuplicateWeightError: two files hold a tensor of the same name.
     """
-    found: dict[str, Header] = {}
-    for file in map(Path, files):
-        for name, header in _read_header(file).items():
-            if name in found:
-                raise DuplicateWeightError(
-                    f"{name!r} stands in {found[name].file.name!r} and in {file.name!r}.",
-                    name=name,
-                )
-            found[name] = header
+    found = [_read(file) for file in map(Path, files)]
+    owners: dict[str, File] = {}
+    for file in found:
+        for name in owners.keys() & file.headers.keys():
+            raise DuplicateWeightError(
+                f"{name!r} stands in {owners[name].path.name!r} and in {file.path.name!r}.",
+                name=name,
+            )
+        owners.update(dict.fromkeys(file.headers, file))
     return found
 
 
-def _read_header(file: Path) -> dict[str, Header]:
+def _read(path: Path) -> File:
     try:
-        with file.open("rb") as stream:
+        with path.open("rb") as stream:
             stamp = stamp_of(os.fstat(stream.fileno()))
             size = stamp[1]
             start = stream.read(8)
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else None
             if length is None or length > min(_LONGEST_HEADER, size - 8):
-                raise _bad(file, f"it has {size} bytes and cannot hold its own header")
-            table = json.loads(stream.read(length))
-            data = {name: entry for name, entry in table.items() if name != "__metadata__"}
-            end = max((entry["data_offsets"][1] for entry in data.values()), default=0)
-            headers = {}
-            for name, entry in data.items():
-                begin, finish = map(operator.index, entry["data_offsets"])
-                if not 0 <= begin <= finish:
-                    raise ValueError(f"{name!r} lies at bytes {begin} to {finish}")
-                headers[name] = Header(
-                    file=file,
-                    dtype=entry["dtype"],
-                    shape=tuple(map(operator.index, entry["shape"])),
-                    offset=8 + length + begin,
-                    nbytes=finish - begin,
-                    stamp=stamp,
-                )
+                raise _bad(path, f"it has {size} bytes and cannot hold its own header")
+            headers, end = _meaning(stream.read(length))
     except OSError as error:
-        raise _bad(file, str(error)) from error
+        raise _bad(path, str(error)) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _bad(file, f"its header is no safetensors header ({error})") from error
-    if size < 8 + length + end:
-        raise _bad(file, f"it has {size} bytes and its header promises {8 + length + end}")
-    return headers
+        raise _bad(path, f"its header is no safetensors header ({error})") from error
+    if size < end:
+        raise _bad(path, f"it has {size} bytes and its header promises {end}")
+    return File(path, stamp, headers)
+
+
+def _meaning(text: bytes) -> tuple[Mapping[str, Header], int]:
+    """Return what a header says: of each tensor, in the order of the data, and where that ends.
+
+    One training run writes the same header to each of its checkpoints, so it is remembered.
+    """
+    known = _remembered.pop(text, None)
+    if known is None:
+        known = _parsed(text)
+    _remembered[text] = known
+    while sum(map(len, _remembered)) > _REMEMBERED:
+        del _remembered[next(iter(_remembered))]
+    return known
+
+
+_remembered: dict[bytes, tuple[Mapping[str, Header], int]] = {}
+"""What headers mean, the one that was asked for last at the end."""
+
+
+def _parsed(text: bytes) -> tuple[Mapping[str, Header], int]:
+    headers: list[tuple[str, Header]] = []
+    before = end = 8 + len(text)
+    for name, entry in json.loads(text).items():
+        if name == "__metadata__":
+            continue
+        begin, finish = map(operator.index, entry["data_offsets"])
+        if not 0 <= begin <= finish:
+            raise ValueError(f"{name!r} lies at bytes {begin} to {finish}")
+        shape = tuple(map(operator.index, entry["shape"]))
+        header = Header(entry["dtype"], shape, before + begin, finish - begin)
+        _check_size(name, header)
+        headers.append((name, header))
+        end = max(end, before + finish)
+    headers.sort(key=_place)
+    return dict(headers), end
+
+
+def _place(pair: tuple[str, Header]) -> Any:
+    return pair[1].offset
+
+
+def _check_size(name: str, header: Header) -> None:
+    each = _SIZES.get(header.dtype)
+    if each is None:
+        return  # a type that only the safetensors library knows
+    size = each * math.prod(header.shape)
+    if size != header.nbytes or any(length < 0 for length in header.shape):
+        raise ValueError(
+            f"{name!r} has {header.nbytes} bytes, and shape {header.shape} of {header.dtype} takes "
+            f"{size}"
+        )
 
 
 def _bad(file: Path, why: str) -> CheckpointFileError:

@@ -5,16 +5,19 @@ All others are read into memory that is used again and again, and lent to the mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
 from weightload.bounce import Bounce
-from weightload.files import Header
+from weightload.bundle import Bundle
+from weightload.files import File, Header
+from weightload.intake import FILLED
+from weightload.quick import Quick
 from weightload.reading import Checkpoint, Piece, Place, dtype_of, opened, read_pieces
 
-__all__ = ["Filling", "Reserve"]
+__all__ = ["Filling", "Reserve", "bundle_of"]
 
 Reserve = Callable[[str, tuple[int, ...], torch.dtype], list[Place] | None]
 """Gives the places of a tensor of a name, shape and type, which must be filled at once.
@@ -35,79 +38,112 @@ class Filling:
 
     Args:
         checkpoint: what is read.
-        reserve: gives the places that are known.
+        quick: returns the way that takes all of a file together, as long as there is one.
+        reserve: gives the places of a single tensor, if they are known.
         ready: says whether what was reserved is to be processed, so that it is read at once and
             its memory does not wait beside that of the next layer.
         leaves: says which names nobody waits for, so that they are not read.
-        filled: what is yielded when places were filled.
     """
 
     def __init__(
         self,
         checkpoint: Checkpoint,
         *,
+        quick: Callable[[], Quick | None],
         reserve: Reserve,
         ready: Callable[[], bool],
         leaves: Callable[[str], bool],
-        filled: Any,
     ) -> None:
         self._checkpoint = checkpoint
+        self._quick = quick
         self._reserve = reserve
         self._ready = ready
         self._leaves = leaves
-        self._filled = filled
         self._scratch = _kept.pop() if _kept else torch.empty(0, dtype=torch.uint8)
         self._bounce = Bounce()
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield ``(name, tensor)`` for what loaders have to take, ``filled`` after all else.
+        """Yield ``(name, tensor)`` for what loaders have to take, ``FILLED`` after all else.
 
         The memory of a tensor is used again when the next is asked for.
         """
-        for first, tensors in self._checkpoint.in_order():
-            with opened(first) as handle:
-                yield from self._file(handle, first, tensors)
+        for file in self._checkpoint.contents:
+            if file.headers:
+                with opened(file) as handle:
+                    yield from self._file(handle, file)
         if self._scratch.numel() <= _KEPT and not _kept:
             _kept.append(self._scratch)  # after a failure somebody might still look at it
 
-    def _file(self, handle: int, first: Header, tensors: list[tuple[str, Header]]) -> Iterator[Any]:
-        pieces: list[Piece] = []
+    def _file(self, handle: int, file: File) -> Iterator[Any]:
+        quick = self._quick()
+        bundle = None if quick is None else bundle_of(quick, file)
+        if bundle is None:
+            yield from self._each(handle, file, file.headers.items())
+            return
+        tensors = [*file.headers.items()]
+        offsets = [header.offset for header in file.headers.values()]
+        for portion in bundle.portions:
+            quick = self._quick()
+            addresses = None if quick is None else quick.begin(portion)
+            if quick is None or addresses is None:
+                yield from self._each(handle, file, tensors[portion.start : portion.stop])
+                continue
+            read_pieces(handle, file, portion.pieces(offsets, addresses))
+            quick.end(portion)
+            yield FILLED
+
+    def _each(
+        self, handle: int, file: File, tensors: Iterable[tuple[str, Header]]
+    ) -> Iterator[Any]:
+        places: list[tuple[int, Place]] = []
         waiting = 0
         for name, header in tensors:
-            dtype, places = dtype_of(header), None
+            dtype, mine = dtype_of(header), None
             if dtype is not None:
-                places = self._reserve(name, header.shape, dtype)
-            if places is None:
+                mine = self._reserve(name, header.shape, dtype)
+            if mine is None:
                 if self._leaves(name):
                     continue
-                if pieces:
-                    yield self._fill(handle, first, pieces)
-                    pieces, waiting = [], 0
-                yield name, self._lent(handle, name, header, dtype)
+                if places:
+                    yield self._fill(handle, file, places)
+                    places, waiting = [], 0
+                yield name, self._lent(handle, file, name, header, dtype)
                 continue
-            for start, nbytes, address, tensor in places:
-                pieces.append(Piece(name, header.offset + start, nbytes, address, tensor))
+            places += [(header.offset + place.start, place) for place in mine]
             waiting += header.nbytes
             if waiting >= STEP or self._ready():
-                yield self._fill(handle, first, pieces)
-                pieces, waiting = [], 0
-        if pieces:
-            yield self._fill(handle, first, pieces)
+                yield self._fill(handle, file, places)
+                places, waiting = [], 0
+        if places:
+            yield self._fill(handle, file, places)
 
-    def _fill(self, handle: int, first: Header, pieces: list[Piece]) -> Any:
-        host = [piece for piece in pieces if piece.tensor is None]
-        read_pieces(handle, first, host)
-        if len(host) < len(pieces):
-            self._bounce.fill(handle, first, [one for one in pieces if one.tensor is not None])
-        return self._filled
+    def _fill(self, handle: int, file: File, places: list[tuple[int, Place]]) -> Any:
+        host: list[Piece] = []
+        device: list[tuple[int, torch.Tensor]] = []
+        for offset, place in places:
+            if place.tensor is None:
+                host.append((offset, place.nbytes, place.address))
+            else:
+                device.append((offset, place.tensor))
+        read_pieces(handle, file, host)
+        if device:
+            self._bounce.fill(handle, file, device)
+        return FILLED
 
     def _lent(
-        self, handle: int, name: str, header: Header, dtype: torch.dtype | None
+        self, handle: int, file: File, name: str, header: Header, dtype: torch.dtype | None
     ) -> torch.Tensor:
         if dtype is None:
             return self._checkpoint[name]
         if self._scratch.numel() < header.nbytes:
             self._scratch = torch.empty(header.nbytes, dtype=torch.uint8)
         place = self._scratch[: header.nbytes].view(dtype).view(header.shape)
-        read_pieces(handle, header, [Piece(name, header.offset, header.nbytes, place.data_ptr())])
+        read_pieces(handle, file, [(header.offset, header.nbytes, place.data_ptr())])
         return place
+
+
+def bundle_of(quick: Quick, file: File) -> Bundle | None:
+    """Return what is known about all tensors of a file, if all is as it was."""
+    headers = file.headers.values()
+    shapes, dtypes = (header.shape for header in headers), map(dtype_of, headers)
+    return quick.bundle([*file.headers], shapes, dtypes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import attrs
 
@@ -211,6 +211,11 @@ class RegionLedger:
         """
         self._written[region] = source
         self._volume += count
+
+    def fill_all(self, regions: Mapping[Region, str | None]) -> None:
+        """Enter writes that fill all of the tensor; no two of them have an element in common."""
+        self._written.update(regions)
+        self._volume = self._whole
 
     @property
     def lacks(self) -> bool:

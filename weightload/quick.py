@@ -16,7 +16,7 @@ import attrs
 import torch
 
 from weightload.batching import Batch
-from weightload.bundle import PLAIN, Bundle
+from weightload.bundle import PLAIN, Addresses, Bundle, Portion
 from weightload.entries import Counts
 from weightload.express import Express
 from weightload.intake import FILLED, Intake
@@ -60,6 +60,8 @@ class Quick:
         verification = intake.verification
         self._compared = set() if verification is None else verification.choose(recorded.routes)
         self._begins = verification is not None
+        self._threads = torch.get_num_threads() > 1
+        self._threads = torch.get_num_threads() > 1
         self._runs = self._runs_to_move()
         self._batch = Batch()
         self._sent: list[tuple[Copy, int]] = []
@@ -148,77 +150,123 @@ class Quick:
         pairs = zip(route.copies, indices, strict=True)
         return [copy.reserve(tensors[at], addresses[at]) for copy, at in pairs]
 
-    def take_all(self, pairs: Sequence[Any]) -> Sequence[Any] | None:
-        """Take tensors that are all at hand; return what is left, all if one does not fit."""
-        try:
-            names, tensors = [name for name, _ in pairs], [tensor for _, tensor in pairs]
-        except (TypeError, ValueError):
-            return pairs
-        if self.take_bundle(names, tensors):
+    def bundle(
+        self,
+        names: Sequence[Any],
+        shapes: Iterable[Any] | None = None,
+        dtypes: Iterable[torch.dtype | None] = (),
+    ) -> Bundle | None:
+        """Return what is known about names that come one after the other.
+
+        Args:
+            names: what comes next.
+            shapes: of what comes, if that is known without it.
+            dtypes: their types, in that case.
+
+        Returns:
+            ``None`` if they cannot be taken together, or are not what they were.
+        """
+        intake, recorded = self._intake, self.recorded
+        full = intake.verification is not None and intake.verification.mode == "full"
+        if not self._on_host or intake.wanted is not None or full:
             return None
-        found: dict[str, Route] = {}
-        for name, tensor in zip(names, tensors, strict=True):
-            route = self._route(name, tensor)
-            if route is None or name in found:
-                return pairs
-            found[name] = route
-        runs, do, tell, compared = self._runs, self._do, self.tell, self._compared
-        addresses, intake = self.body.addresses, self._intake
-        dirty = False
-        for at, ((name, tensor), route) in enumerate(zip(pairs, found.values(), strict=True)):
-            mine = runs.get(name)
-            if mine is not None and tensor.is_cpu and name not in compared:
-                if mine and not dirty:
-                    self._mark_dirty()
-                    dirty = True
-                intake.current = name
-                intake.seen[name] = route.fact
-                intake.nbytes += route.nbytes
-                address = tensor.data_ptr()
-                for place, to, start, nbytes in mine:
-                    move(addresses[place] + to, address + start, nbytes)
-            elif not do(name, tensor, route):
-                self._flush()
-                return pairs[at:]
-            if tell is not None:
-                tell()
-        self._flush()
-        if intake.verification is None:
-            self._keep_bundle(found)
-        return None
+        key = tuple(names)
+        try:
+            found = recorded.bundles.get(key)
+        except TypeError:  # not every name is a text
+            return None
+        if found is None or found.threads != self._threads:
+            owners = {} if self._express is None else self._express.owners
+            found = Bundle.of(key, recorded, owners, threads=self._threads)
+            if found is None:
+                return None
+            recorded.keep(found)
+        if not found.helps or not intake.seen.keys().isdisjoint(key):
+            return None
+        if shapes is not None and (found.shapes != [*shapes] or found.dtypes != [*dtypes]):
+            return None
+        return found
 
-    def _keep_bundle(self, found: Mapping[str, Route]) -> None:
-        """Remember what came in one call, if runs of bytes are all that has to be moved."""
-        runs = self._runs
-        if found and all(name in runs or not route.copies for name, route in found.items()):
-            self.recorded.keep(Bundle.of([*found], found, runs))
+    def begin(self, portion: Portion) -> Addresses | None:
+        """Get ready for a portion, and return the addresses of its places.
 
-    def take_bundle(self, names: list[Any], tensors: list[Any]) -> bool:
-        """Take tensors that come as they came before, if they do; return whether that was so."""
-        intake = self._intake
-        first = names[0] if names else None
-        bundle = self.recorded.bundles.get(first) if type(first) is str else None
-        if (
-            bundle is None
-            or not self._on_host
-            or intake.verification is not None
-            or intake.wanted is not None
-            or names != bundle.names
-            or not intake.seen.keys().isdisjoint(names)
-            or not bundle.fits(tensors)
-        ):
-            return False
-        if bundle.writes:
+        Returns:
+            ``None`` if each of its tensors has to be looked at; nothing was done then.
+        """
+        if self._begins and portion.facts:
+            self._compare_also(next(iter(portion.facts)))
+        if portion.single or (portion.fills and not self._compared.isdisjoint(portion.facts)):
+            return None
+        express, addresses = self._express, self.body.addresses
+        if portion.fills and (express is None or not express.expects(portion.fills)):
+            return None
+        if portion.live:
             self._mark_dirty()
-        done = 0
-        for portion in bundle.move(tensors, self.body.addresses):
-            stop = portion.stop
-            intake.seen.update(zip(names[done:stop], bundle.facts[done:stop], strict=True))
-            intake.nbytes += portion.nbytes
-            intake.current, done = names[stop - 1], stop
-            if self.tell is not None:
-                self.tell()
-        return True
+        if express is None or not portion.fills:
+            return addresses
+        return {**{at: addresses[at] for at in portion.live}, **express.begin(portion.fills)}
+
+    def end(self, portion: Portion) -> None:
+        """Note that a portion has been moved."""
+        intake = self._intake
+        intake.seen.update(portion.facts)
+        intake.nbytes += portion.nbytes
+        intake.current = next(reversed(portion.facts))
+        if self._express is not None and portion.fills:
+            self._express.end(portion.fills)
+
+    def take_all(self, names: Sequence[Any], tensors: Sequence[Any]) -> int:
+        """Take tensors that are all at hand.
+
+        Returns:
+            How many were taken, the first ones; none if one of them does not fit.
+        """
+        bundle = self.bundle(names)
+        if bundle is not None and bundle.fits(tensors):
+            portions = bundle.portions
+        elif self._all_fit(names, tensors):
+            portions = [Portion(0, len(names))]
+        else:
+            return 0
+        for portion in portions:
+            addresses = self.begin(portion)
+            if addresses is not None:
+                self._note_some(portion, tensors)
+                portion.move(tensors, addresses)
+                self.end(portion)
+                self._settle()
+                continue
+            for at in range(portion.start, portion.stop):
+                route = self.recorded.routes[names[at]]
+                if route is None or not self._do(names[at], tensors[at], route):
+                    self._flush()
+                    return at
+                if self.tell is not None:
+                    self.tell()
+        self._flush()
+        return len(names)
+
+    def _all_fit(self, names: Sequence[Any], tensors: Sequence[Any]) -> bool:
+        pairs = zip(names, tensors, strict=True)
+        return all(self._route(*pair) is not None for pair in pairs) and len({*names}) == len(names)
+
+    def _note_some(self, portion: Portion, tensors: Sequence[torch.Tensor]) -> None:
+        """Remember what is sent of a portion, if some of it is compared at the end."""
+        verification = self._intake.verification
+        if verification is None or self._compared.isdisjoint(portion.facts):
+            return
+        for name, tensor in zip(portion.facts, tensors[portion.start : portion.stop], strict=True):
+            route = self.recorded.routes[name] if name in self._compared else None
+            if route is not None:
+                verification.receive(name, tensor)
+                self._note(name, tensor, route)
+
+    def _settle(self) -> None:
+        """Process what is complete, and tell how far this has come."""
+        if self._between is not None and self.ready:
+            self._between()
+        if self.tell is not None:
+            self.tell()
 
     def take_each(self, pairs: Iterable[Any], lane: Lane, *, lent: bool) -> Iterator[Any] | None:
         """Take tensors one by one, as long as they fit.
@@ -265,7 +313,7 @@ class Quick:
         if not self._on_host:
             return {}
         runs = self.part.runs
-        if torch.get_num_threads() == 1:
+        if not self._threads:
             return runs
         return {k: mine for k, mine in runs.items() if all(run[3] < LARGE for run in mine)}
 
@@ -292,9 +340,13 @@ class Quick:
         if wanted is not None and name not in wanted:
             return None
         if self._begins:
-            self._begins = False
-            self._compared.add(name)  # the first one is looked at, whichever it is
+            self._compare_also(name)
         return route
+
+    def _compare_also(self, name: str) -> None:
+        """Let the first one be looked at, whichever it is."""
+        self._begins = False
+        self._compared.add(name)
 
     def _do(self, name: str, tensor: torch.Tensor, route: Route) -> bool:
         """Take one tensor to its places; return whether that was done."""

@@ -11,9 +11,8 @@ threads, or by advice to the system, was measured and lost, with the file in the
 from __future__ import annotations
 
 import ctypes
-import math
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +20,14 @@ from typing import Any, NamedTuple
 import torch
 
 from weightload.errors import CheckpointFileError, UnsupportedError
-from weightload.files import Header, checkpoint_folder, read_headers, safetensors_of, stamp_of
+from weightload.files import (
+    File,
+    Header,
+    checkpoint_folder,
+    read_files,
+    safetensors_of,
+    stamp_of,
+)
 
 __all__ = ["Checkpoint", "Forms", "Piece", "Place", "opened", "read_pieces"]
 
@@ -66,22 +72,8 @@ class Place(NamedTuple):
     tensor: torch.Tensor | None = None
 
 
-class Piece(NamedTuple):
-    """A run of bytes of a file, and where it goes.
-
-    Attributes:
-        name: the tensor that it is of.
-        offset: bytes of the file before it.
-        nbytes: its size.
-        address: of the host's memory that takes it.
-        tensor: contiguous and of that size, if it goes to a device.
-    """
-
-    name: str
-    offset: int
-    nbytes: int
-    address: int
-    tensor: torch.Tensor | None = None
+Piece = tuple[int, int, int]
+"""A run of bytes of a file, and where it goes: bytes before it, its size, address of the memory."""
 
 
 class Checkpoint(Mapping[str, torch.Tensor]):
@@ -96,6 +88,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
 
     Attributes:
         files: the files.
+        contents: what each of them holds.
         nbytes: size of all tensors.
 
     Raises:
@@ -110,21 +103,21 @@ class Checkpoint(Mapping[str, torch.Tensor]):
             self.files = [Path(source)]
         else:
             self.files = safetensors_of(checkpoint_folder(source))
-        self._headers = read_headers(self.files)
+        self.contents = read_files(self.files)
+        self._headers: dict[str, Header] = {}
+        for file in self.contents:
+            self._headers.update(file.headers)
         self.nbytes = sum(header.nbytes for header in self._headers.values())
-        for name, header in self._headers.items():
-            _check_size(name, header)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         header = self._headers[name]
+        file = next(file for file in self.contents if name in file.headers)
         dtype = dtype_of(header)
         if dtype is None:
-            return _by_library(name, header)
+            return _by_library(name, header, file)
         found = torch.empty(header.shape, dtype=dtype)
-        with opened(header) as handle:
-            read_pieces(
-                handle, header, [Piece(name, header.offset, header.nbytes, found.data_ptr())]
-            )
+        with opened(file) as handle:
+            read_pieces(handle, file, [(header.offset, header.nbytes, found.data_ptr())])
         return found
 
     def __contains__(self, name: object) -> bool:
@@ -143,15 +136,6 @@ class Checkpoint(Mapping[str, torch.Tensor]):
     def forms(self) -> Forms:
         """What :meth:`WeightLoadSession.check` asks for: shapes and types, without any data."""
         return Forms(self, self._headers)
-
-    def in_order(self) -> Iterator[tuple[Header, list[tuple[str, Header]]]]:
-        """Yield one header of each file, and all of its tensors in the order of their data."""
-        by_file: dict[Path, list[tuple[str, Header]]] = {}
-        for name, header in self._headers.items():
-            by_file.setdefault(header.file, []).append((name, header))
-        for found in by_file.values():
-            found.sort(key=lambda one: one[1].offset)
-            yield found[0][1], found
 
 
 class Forms(Mapping[str, Any]):
@@ -183,108 +167,103 @@ def dtype_of(header: Header) -> torch.dtype | None:
 
 
 @contextmanager
-def opened(header: Header) -> Iterator[int]:
-    """Open the file of a header to read from it, and see that it stays as it was.
+def opened(file: File) -> Iterator[int]:
+    """Open a file to read from it, and see that it stays as it was.
 
     Raises:
         CheckpointFileError: it cannot be opened, or has changed since its header was read, or while
             the block ran.
     """
-    file = header.file
     try:
-        handle = os.open(file, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        handle = os.open(file.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
     except OSError as error:
         raise _broken(file, f"it cannot be opened ({error})") from error
     try:
-        _check_stamp(handle, header)
+        _check_stamp(handle, file)
         yield handle
-        _check_stamp(handle, header)
+        _check_stamp(handle, file)
     finally:
         os.close(handle)
 
 
-def read_pieces(handle: int, header: Header, pieces: Collection[Piece]) -> None:
+def read_pieces(handle: int, file: File, pieces: Iterable[Piece]) -> None:
     """Read pieces of one file into memory of the host, which is written wherever they say.
 
     Args:
         handle: the open file.
-        header: a header of it.
+        file: what it holds.
         pieces: where in the file, and the memory, which the caller keeps alive; in any order, and
             best in that of the file.
 
     Raises:
         CheckpointFileError: the file ends before a piece does, or cannot be read.
     """
-    buffers: list[Any] = []
-    run: list[Piece] = []
-    start = end = 0
-    for piece in pieces:
-        _, offset, nbytes, address, _ = piece
+    spans: list[tuple[int, int]] = []
+    start = end = stop = 0
+    for offset, nbytes, address in pieces:
         if not nbytes:
             continue
-        if offset != end or len(buffers) == _MOST:
-            _read(handle, header, run, buffers, start)
-            buffers, run, start = [], [], offset
-        buffers.append((ctypes.c_char * nbytes).from_address(address))
-        run.append(piece)
-        end = offset + nbytes
-    _read(handle, header, run, buffers, start)
+        if offset != end or len(spans) == _MOST:
+            _read(handle, file, spans, start)
+            spans, start = [(address, nbytes)], offset
+        elif address == stop:
+            spans[-1] = spans[-1][0], spans[-1][1] + nbytes
+        else:
+            spans.append((address, nbytes))
+        end, stop = offset + nbytes, address + nbytes
+    _read(handle, file, spans, start)
 
 
-def _read(handle: int, header: Header, pieces: list[Piece], buffers: list[Any], at: int) -> None:
-    """Fill buffers, one after another, from one run of a file."""
+def _read(handle: int, file: File, spans: list[tuple[int, int]], at: int) -> None:
+    """Fill places, each given by its address and size, one after another from one run of a file."""
+    buffers: list[Any] = [(ctypes.c_char * size).from_address(address) for address, size in spans]
     while buffers:
         try:
             count = os.preadv(handle, buffers, at)
         except OSError as error:
-            raise _broken(header.file, f"{pieces[0].name!r} cannot be read ({error})") from error
+            raise _broken(file, f"{_name_at(file, at)!r} cannot be read ({error})") from error
         if not count:
-            _check_stamp(handle, header)
-            raise _broken(header.file, f"it ends at byte {at}, inside of {pieces[0].name!r}")
+            _check_stamp(handle, file)
+            raise _broken(file, f"it ends at byte {at}, inside of {_name_at(file, at)!r}")
         at += count
-        while buffers and count >= len(buffers[0]):
-            count -= len(buffers[0])
-            del buffers[0], pieces[0]
+        done = 0
+        while done < len(buffers) and count >= len(buffers[done]):
+            count -= len(buffers[done])
+            done += 1
+        del buffers[:done]
         if count:  # the system reads 2 GiB at most in one call
             buffers[0] = memoryview(buffers[0]).cast("B")[count:]
 
 
-def _check_stamp(handle: int, header: Header) -> None:
-    if stamp_of(os.fstat(handle)) != header.stamp:
-        raise _broken(header.file, "it has changed since its header was read")
+def _name_at(file: File, at: int) -> str | None:
+    """Return the tensor that a byte of a file belongs to."""
+    inside = (name for name, one in file.headers.items() if 0 <= at - one.offset < one.nbytes)
+    return next(inside, None)
 
 
-def _check_size(name: str, header: Header) -> None:
-    dtype = dtype_of(header)
-    if dtype is None:
-        return
-    size = dtype.itemsize * math.prod(header.shape)
-    if size != header.nbytes or any(length < 0 for length in header.shape):
-        raise _broken(
-            header.file,
-            f"{name!r} has {header.nbytes} bytes, and shape {header.shape} of {header.dtype} takes "
-            f"{size}",
-        )
+def _check_stamp(handle: int, file: File) -> None:
+    if stamp_of(os.fstat(handle)) != file.stamp:
+        raise _broken(file, "it has changed since its header was read")
 
 
-def _by_library(name: str, header: Header) -> torch.Tensor:
+def _by_library(name: str, header: Header, file: File) -> torch.Tensor:
     """Read a tensor of a type that only the safetensors library knows."""
     try:
         from safetensors import safe_open
     except ImportError as error:
         raise UnsupportedError(
-            f"{name!r} in {header.file.name!r} is of type {header.dtype}, which takes the package "
+            f"{name!r} in {file.path.name!r} is of type {header.dtype}, which takes the package "
             f"safetensors to read.",
             name=name,
         ) from error
-    with safe_open(header.file, framework="pt") as file:
-        found: torch.Tensor = file.get_tensor(name)
+    with safe_open(file.path, framework="pt") as opened_file:
+        found: torch.Tensor = opened_file.get_tensor(name)
     return found
 
 
-def _broken(file: Path, why: str) -> CheckpointFileError:
+def _broken(file: File, why: str) -> CheckpointFileError:
     return CheckpointFileError(
-        f"Checkpoint file {str(file)!r} cannot be read as it was found: {why}. Write checkpoints "
-        f"aside and move them to their place when they are whole.",
-        path=str(file),
+        f"Checkpoint file {str(file.path)!r} cannot be read as it was found: {why}. Write "
+        f"checkpoints aside and move them to their place when they are whole.",
+        path=str(file.path),
     )

@@ -184,7 +184,7 @@ class Recorded:
             and the name.
         pool: memory that its loads stage in.
         routes: what has to be done for each name that was asked for so far.
-        bundles: what came in one call each of the last loads, by the first name.
+        bundles: what came in one call, or in one file, each of the last loads, by its names.
     """
 
     plan: Plan
@@ -196,7 +196,7 @@ class Recorded:
     landings: dict[tuple[str, Role], dict[Room, tuple[str, str, str]]] = attrs.field(factory=dict)
     pool: Pool = attrs.field(factory=Pool)
     routes: dict[str, Route | None] = attrs.field(factory=dict)
-    bundles: dict[str, Bundle] = attrs.field(factory=dict)
+    bundles: dict[tuple[str, ...], Bundle] = attrs.field(factory=dict)
     _skipped: frozenset[str] = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -223,7 +223,7 @@ class Recorded:
         kept = sum(len(other.names) for other in self.bundles.values())
         if kept + len(bundle.names) > 2 * len(self.routes):
             self.bundles.clear()
-        self.bundles[bundle.names[0]] = bundle
+        self.bundles[bundle.names] = bundle
 
     def knows(self, name: str) -> bool:
         """Whether the load that was recorded had this name."""

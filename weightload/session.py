@@ -30,10 +30,10 @@ from weightload.errors import (
 )
 from weightload.express import Express
 from weightload.family import Draft, Family
-from weightload.filling import Filling
+from weightload.filling import Filling, bundle_of
 from weightload.framework import Framework
 from weightload.gate import Gate
-from weightload.intake import FILLED, Intake, pairs_of, unless_empty
+from weightload.intake import Intake, pairs_of, unless_empty
 from weightload.lanes import Lane
 from weightload.plan import Plan
 from weightload.planning import uses_plans
@@ -282,7 +282,7 @@ class WeightLoadSession:
             self._lane.single_stream = single_stream
             with self._failing("load"), self._reporting(progress, weights):
                 if isinstance(weights, Checkpoint):
-                    self._check_files(weights.forms)
+                    self._check_files(weights)
                     weights, buffers = self._filling(weights), None
                 left = self._take_quickly(weights, lent=buffers != [])
                 if left is not None:
@@ -293,12 +293,19 @@ class WeightLoadSession:
         if self._quick is None or self._whole:
             return weights
         with self._working():
-            if type(weights) is dict and self._quick.take_bundle([*weights], [*weights.values()]):
-                return None
-            if isinstance(weights, Collection):
-                return self._quick.take_all(self._intake.read(weights))
-            pairs = self._intake.watched(weights)
-            return self._quick.take_each(pairs, self._lane, lent=lent)
+            if not isinstance(weights, Collection):
+                pairs = self._intake.watched(weights)
+                return self._quick.take_each(pairs, self._lane, lent=lent)
+            if type(weights) is dict:
+                names, tensors = [*weights], [*weights.values()]
+            else:
+                every = self._intake.read(weights)
+                try:
+                    names, tensors = [name for name, _ in every], [tensor for _, tensor in every]
+                except (TypeError, ValueError):
+                    return every
+            done = self._quick.take_all(names, tensors)
+            return [*zip(names[done:], tensors[done:], strict=True)] or None
 
     def _take(self, weights: Weights, buffers: Buffers | None, *, each: bool) -> None:
         """Give tensors to the model's loaders, or past them by a plan."""
@@ -841,9 +848,11 @@ class WeightLoadSession:
 
         return both
 
-    def _check_files(self, forms: Mapping[str, Any]) -> None:
+    def _check_files(self, checkpoint: Checkpoint) -> None:
         """Check what is going to be read, as far as its headers tell, before anything is written."""
-        quick = self._quick if not self._whole else None
+        quick, forms = self._quick_now(), checkpoint.forms
+        if quick is not None and all(bundle_of(quick, file) for file in checkpoint.contents):
+            return
         if quick is None or not quick.expects(forms, complete=False):
             with self._loading() as board:
                 preflight.check_forms(board, self.model, self._intake, forms)
@@ -851,22 +860,28 @@ class WeightLoadSession:
     def _filling(self, checkpoint: Checkpoint) -> Filling:
         return Filling(
             checkpoint,
+            quick=self._quick_now,
             reserve=self._reserve,
             ready=self._ready,
             leaves=self._intake.leaves,
-            filled=FILLED,
         )
+
+    def _quick_now(self) -> Quick | None:
+        """Return the way without a board, as long as the session is on it."""
+        return None if self._whole else self._quick
 
     def _ready(self) -> bool:
         """Whether a plan has brought all that something needs to be processed."""
-        if self._quick is not None and not self._whole:
-            return self._quick.ready
+        quick = self._quick_now()
+        if quick is not None:
+            return quick.ready
         return self._express is not None and self._express.ready
 
     def _reserve(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> list[Place] | None:
         """Return where a tensor has to be put, if a plan knows; see :meth:`Express.reserve`."""
-        if self._quick is not None and not self._whole:
-            return self._quick.reserve(name, shape, dtype)
+        quick = self._quick_now()
+        if quick is not None:
+            return quick.reserve(name, shape, dtype)
         return None if self._express is None else self._express.reserve(name, shape, dtype)
 
     def _for_loaders(self, feed: Iterator[Any]) -> Iterator[Any] | None:

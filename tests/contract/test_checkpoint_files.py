@@ -37,14 +37,21 @@ def shuffled(state, seed):
     return {name: state[name] for name in names}
 
 
+def _name(file, offset):
+    return max(
+        (header.offset, name) for name, header in file.headers.items() if header.offset <= offset
+    )[1]
+
+
 @pytest.fixture
 def places(monkeypatch):
     """The names that were read, each with the address that the bytes went to and how many."""
     found = []
 
-    def noted(handle, header, pieces):
-        found.extend((one.name, one.address, one.nbytes) for one in pieces)
-        reading.read_pieces(handle, header, pieces)
+    def noted(handle, file, pieces):
+        pieces = list(pieces)
+        found.extend((_name(file, offset), address, nbytes) for offset, nbytes, address in pieces)
+        reading.read_pieces(handle, file, pieces)
 
     monkeypatch.setattr(filling, "read_pieces", noted)
     return found

@@ -12,7 +12,7 @@ import torch
 
 from weightload import Checkpoint, CheckpointFileError, DuplicateWeightError
 from weightload.bounce import Bounce
-from weightload.reading import Piece, opened
+from weightload.reading import opened
 
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
@@ -142,17 +142,15 @@ def test_pieces_reach_their_places_through_two_small_buffers(nbytes, tmp_path, m
     data = bytes(range(50))
     table = {"a": {"dtype": "U8", "shape": [50], "data_offsets": [0, 50]}}
     checkpoint = Checkpoint(handmade(tmp_path / "one.safetensors", table, data))
-    [(header, _)] = checkpoint.in_order()
+    [file] = checkpoint.contents
+    first = file.headers["a"].offset
     places = [torch.zeros(5, 2, dtype=torch.int8), torch.zeros(10, dtype=torch.int16)]
-    pieces = [
-        Piece("a", header.offset + 3, 10, 0, places[0]),
-        Piece("a", header.offset + 20, 20, 0, places[1]),
-    ]
+    pieces = [(first + 3, places[0]), (first + 20, places[1])]
     Stream.waited = 0
     real = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *args, pin_memory=False, **kw: real(*args, **kw))
-    with opened(header) as handle:
-        Bounce(nbytes, lambda: Stream).fill(handle, header, pieces)
+    with opened(file) as handle:
+        Bounce(nbytes, lambda: Stream).fill(handle, file, pieces)
     assert places[0].view(-1).tolist() == list(range(3, 13))
     assert places[1].view(torch.uint8).tolist() == list(range(20, 40))
     assert Stream.waited == max(-(-30 // nbytes) - 2, 0)
