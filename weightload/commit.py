@@ -101,19 +101,19 @@ class OwnerPlan:
 
     def attributes(self, found: Reconciliation, *, inferred: bool) -> None:
         """Compare all other attributes with what they were while live."""
-        mine = vars(self.live.owner)
-        for name in dict.fromkeys((*self.live.values, *mine)):
-            if (self.is_module and name in _STRUCTURE) or _is_ours(name):
+        mine, values, contents = vars(self.live.owner), self.live.values, self.live.contents
+        structure = _STRUCTURE if self.is_module else ()
+        for name in {**values, **mine}:
+            old, new = values.get(name, MISSING), mine.get(name, MISSING)
+            if new is old and name not in contents:
                 continue
-            old = self.live.values.get(name, MISSING)
-            new = mine.get(name, MISSING)
-            if (new is old and name not in self.live.contents) or type(new) is ForwardGuard:
+            if name in structure or _is_ours(name) or type(new) is ForwardGuard:
                 continue
             if new is MISSING and inferred:
                 # It was taken for the hook's, and the hook did not make it: it is the engine's.
                 self.puts.append((mine, name, old))
                 continue
-            kept = found.match(self.live.contents.get(name, old), new, f"{self.name}.{name}")
+            kept = found.match(contents.get(name, old), new, f"{self.name}.{name}")
             if kept is not new:
                 self.puts.append((mine, name, kept))
 

@@ -9,9 +9,8 @@ import re
 import threading
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
-import attrs
 import torch
 
 __all__ = ["Place", "is_atom", "is_opaque", "places_of", "tensors_in"]
@@ -22,6 +21,7 @@ _ATOMS = (
     torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, torch.finfo,
     torch.iinfo, type(threading.Lock()), type(threading.RLock()),
 )  # fmt: skip
+_COMMON = frozenset(_ATOMS)
 _CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
 _CALLABLES = (functools.partial, types.FunctionType, types.MethodType)
 _BUILTIN_METHODS = (types.BuiltinMethodType, types.MethodWrapperType)
@@ -29,8 +29,7 @@ _BUILTIN_METHODS = (types.BuiltinMethodType, types.MethodWrapperType)
 Key = tuple[str, Any]
 
 
-@attrs.frozen(eq=False, repr=False)
-class Place:
+class Place(NamedTuple):
     """One place inside an object.
 
     Attributes:
@@ -46,6 +45,8 @@ class Place:
 
 def is_atom(value: Any) -> bool:
     """Whether ``value`` holds no tensor and no foreign resource."""
+    if type(value) in _COMMON:
+        return True
     if isinstance(value, _BUILTIN_METHODS):
         return isinstance(value.__self__, type(None) | types.ModuleType | type)
     return isinstance(value, _ATOMS)
@@ -139,16 +140,25 @@ def _attribute_places(value: Any, found: dict[Key, Place]) -> None:
             found["attribute", name] = Place(
                 f".{name}", item, functools.partial(mine.__setitem__, name)
             )
-    for cls in type(value).__mro__:
-        for name, slot in vars(cls).items():
-            if isinstance(slot, types.MemberDescriptorType) and "__slots__" in vars(cls):
-                try:
-                    item = slot.__get__(value)
-                except AttributeError:  # a slot that was never filled
-                    continue
-                found["slot", (cls.__qualname__, name)] = Place(
-                    f".{name}", item, functools.partial(slot.__set__, value)
-                )
+    for cls, name, slot in _slots_of(type(value)):  # type: ignore[arg-type]
+        try:
+            item = slot.__get__(value)
+        except AttributeError:  # a slot that was never filled
+            continue
+        put = functools.partial(slot.__set__, value)
+        found["slot", (cls, name)] = Place(f".{name}", item, put)
+
+
+@functools.lru_cache(maxsize=1024)
+def _slots_of(cls: type) -> list[tuple[str, str, types.MemberDescriptorType]]:
+    """Return the slots of a class with the names of the classes that they are of."""
+    return [
+        (base.__qualname__, name, slot)
+        for base in cls.__mro__
+        if "__slots__" in vars(base)
+        for name, slot in vars(base).items()
+        if isinstance(slot, types.MemberDescriptorType)
+    ]
 
 
 def tensors_in(value: Any, where: str) -> Iterator[tuple[str, Any]]:

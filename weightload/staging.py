@@ -140,7 +140,7 @@ class Area:
         self.crowded = self.crowded or crowded
         if staging.host is None:
             return False
-        return crowded or ((staging.settles or self.expects) and self.dirty())
+        return crowded or self.expects or (staging.settles and self.dirty())
 
     def _crowded(self, staging: Staging) -> bool:
         """Whether other units wait for the rest of what they need, with much memory."""
