@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from weightload import observer
+from weightload.observer import StaleReads
 from weightload.pool import Pool
 from weightload.storage import look_of, storage_key
 
@@ -53,6 +54,7 @@ class Births(TorchDispatchMode):
         pool: where large tensors on a CPU, that a hook makes to write into, get their memory from;
             other devices have such a pool of their own.
         rooms: the storage key of each tensor that the present hook made to write into.
+        reads: looks at each operation before it runs.
     """
 
     def __init__(self) -> None:
@@ -63,24 +65,32 @@ class Births(TorchDispatchMode):
         self._base = 0
         self._named = False
         self._land: Callable[[torch.Tensor], object] = id
-        self._made: dict[int, tuple[StorageWeakRef, str]] = {}
+        self.reads: StaleReads | None = None
+        self._made: dict[int, tuple[StorageWeakRef, torch.Size, torch.dtype]] = {}
         self._lent: list[torch.UntypedStorage] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run one operation and look at what it returns."""
+        """Run one operation, if it may be, and look at what it returns."""
         kwargs = kwargs or {}
+        if self.reads is not None:
+            self.reads.check(args, kwargs)
         result = func(*args, **kwargs)
         if func in _ROOMS and not kwargs.get("pin_memory") and self._place(result):
             return result  # nothing new: it looks into a live tensor
-        known = () if func._schema.name in _FIRST_SEEN else _keys((args, kwargs))
+        known: set[int | None] | None = None
         for tensor in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
             key = storage_key(tensor) if isinstance(tensor, torch.Tensor) else None
-            if key is not None and key not in known and tensor.numel():
+            if key is None or key in self._made or not tensor.numel():
+                continue
+            if known is None:
+                seen = func._schema.name not in _FIRST_SEEN
+                known = _keys((args, kwargs)) if seen else set()
+            if key not in known:
                 # The weak reference keeps the key from being used again.
-                text = f"shape {tuple(tensor.shape)}, {tensor.dtype}"
-                self._made[key] = StorageWeakRef(tensor.untyped_storage()), text
+                hold = StorageWeakRef(tensor.untyped_storage())
+                self._made[key] = hold, tensor.shape, tensor.dtype
         return result
 
     def begin(
@@ -164,7 +174,7 @@ class Births(TorchDispatchMode):
     @property
     def storages(self) -> dict[int, StorageWeakRef]:
         """What is still alive, by storage key."""
-        return {key: storage for key, (storage, _) in self._made.items() if not storage.expired()}
+        return {key: storage for key, (storage, *_) in self._made.items() if not storage.expired()}
 
     def alive(self, known: Collection[int | None]) -> list[str]:
         """Say what is still alive, by shape and type of its first view.
@@ -179,8 +189,8 @@ class Births(TorchDispatchMode):
 
     def _left(self, known: Collection[int | None]) -> list[str]:
         return [
-            text
-            for key, (storage, text) in self._made.items()
+            f"shape {tuple(shape)}, {dtype}"
+            for key, (storage, shape, dtype) in self._made.items()
             if key not in known and not storage.expired()
         ]
 

@@ -44,7 +44,7 @@ class Fill:
 
     Attributes:
         place: its qualified name.
-        at: its position in the skeleton.
+        at: its position in the skeleton, or a negative number if it is only there in a load.
         loader: its own loader when the plan was recorded.
         regions: which source fills which part of it; no two parts have an element in common.
         count: its elements.
@@ -189,7 +189,10 @@ class _Cutter:
         threads: bool,
     ) -> None:
         self._names, self._routes = names, routes
-        self._plan, self._places = recorded.plan, recorded.skeleton.places
+        self._plan = recorded.plan
+        self._places = dict(recorded.skeleton.places)
+        for place in owners:  # what hooks take away is not there between loads
+            self._places.setdefault(place, -1 - len(self._places))
         self._owners, self._threads = owners, threads
 
     def portions(self) -> list[Portion]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 __all__ = ["digest"]
@@ -13,13 +11,16 @@ _ODD = 0x9E3779B97F4A7C15
 """Multiplier of the digest of a part, odd so that no bit of it is lost."""
 _SPREAD = 0xBF58476D1CE4E5B9 - _MODULUS
 """Multiplier of a word, odd for the same reason; as a signed number, which torch's words are."""
+_COLUMNS = 128
+_AT_ONCE = 1 << 20
+"""Words that are looked at twice while a processor has them in its cache."""
 
 
 def digest(tensor: torch.Tensor) -> int:
     """Return 64 bits that depend on every byte of ``tensor`` and on where it stands.
 
-    The bytes are laid out as a nearly square matrix of 64 bit words. The sums of its rows and those
-    of its columns are scrambled and weighted by odd numbers: without the scrambling, what a flipped
+    The bytes are laid out as matrices of 64 bit words, 128 in a row. The sums of the rows and those
+    of the columns are scrambled and weighted by odd numbers: without the scrambling, what a flipped
     high bit adds to the rows could cancel what it adds to the columns. That is no cryptographic
     digest: it finds accidents, not attacks.
 
@@ -46,14 +47,16 @@ def digest(tensor: torch.Tensor) -> int:
     for value in tail:
         result = (result * _ODD + value) % _MODULUS
     if words.numel():
-        columns = math.isqrt(words.numel())
-        square = words[: words.numel() // columns * columns].view(-1, columns)
-        rest = words[square.numel() :]
-        sums = torch.cat((square.sum(0), square.sum(1), rest))
-        weights = torch.arange(1, 2 * sums.numel(), 2, device=sums.device)
-        weighted = int((_scrambled(sums) * weights).sum())
-        result = (result * _ODD + weighted) % _MODULUS
+        for value in torch.stack([_of_part(part) for part in words.split(_AT_ONCE)]).tolist():
+            result = (result * _ODD + value) % _MODULUS
     return result
+
+
+def _of_part(words: torch.Tensor) -> torch.Tensor:
+    square = words[: words.numel() // _COLUMNS * _COLUMNS].view(-1, _COLUMNS)
+    sums = torch.cat((square.sum(1), square.sum(0), words[square.numel() :]))
+    weights = torch.arange(1, 2 * sums.numel(), 2, device=sums.device)
+    return (_scrambled(sums) * weights).sum()
 
 
 def _scrambled(words: torch.Tensor) -> torch.Tensor:

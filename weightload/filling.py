@@ -17,7 +17,7 @@ from weightload.intake import FILLED
 from weightload.quick import Quick
 from weightload.reading import Checkpoint, Piece, Place, dtype_of, opened, read_pieces
 
-__all__ = ["Filling", "Reserve", "bundle_of"]
+__all__ = ["Filling", "Reserve"]
 
 Reserve = Callable[[str, tuple[int, ...], torch.dtype], list[Place] | None]
 """Gives the places of a tensor of a name, shape and type, which must be filled at once.
@@ -56,6 +56,10 @@ class Filling:
     ) -> None:
         self._checkpoint = checkpoint
         self._quick = quick
+        now = quick()
+        self._bundles = [
+            None if now is None else _bundle_of(now, file) for file in checkpoint.contents
+        ]
         self._reserve = reserve
         self._ready = ready
         self._leaves = leaves
@@ -67,16 +71,19 @@ class Filling:
 
         The memory of a tensor is used again when the next is asked for.
         """
-        for file in self._checkpoint.contents:
+        for file, bundle in zip(self._checkpoint.contents, self._bundles, strict=True):
             if file.headers:
                 with opened(file) as handle:
-                    yield from self._file(handle, file)
+                    yield from self._file(handle, file, bundle)
         if self._scratch.numel() <= _KEPT and not _kept:
             _kept.append(self._scratch)  # after a failure somebody might still look at it
 
-    def _file(self, handle: int, file: File) -> Iterator[Any]:
-        quick = self._quick()
-        bundle = None if quick is None else bundle_of(quick, file)
+    @property
+    def expected(self) -> bool:
+        """Whether all files are known to hold what a plan expects."""
+        return all(bundle is not None for bundle in self._bundles)
+
+    def _file(self, handle: int, file: File, bundle: Bundle | None) -> Iterator[Any]:
         if bundle is None:
             yield from self._each(handle, file, file.headers.items())
             return
@@ -142,7 +149,7 @@ class Filling:
         return place
 
 
-def bundle_of(quick: Quick, file: File) -> Bundle | None:
+def _bundle_of(quick: Quick, file: File) -> Bundle | None:
     """Return what is known about all tensors of a file, if all is as it was."""
     headers = file.headers.values()
     shapes, dtypes = (header.shape for header in headers), map(dtype_of, headers)

@@ -47,7 +47,8 @@ class Learning:
             observer.watch(tensor)
         births = Births()
         try:
-            with self._reads_of(hook) as touch, StaleReads({}, touch), observer, births:
+            with self._reads_of(hook) as touch, observer, births:
+                births.reads = StaleReads({}, touch)
                 hook.run()
         except BaseException:
             recording.undo(writes.before)
@@ -71,13 +72,11 @@ class Learning:
         unit.births.begin(landings, self._land, noting=self._load.judging)
         before = self._states_around(unit, hook) if self._load.judging else []
         try:
-            with (
-                self._reads_of(hook) as touch,
-                StaleReads(self._load.stale, touch, self._staged_for(unit, hook)),
-                watching,
-                unit.births,
-            ):
-                hook.run()
+            with self._reads_of(hook) as touch:
+                staged = self._staged_for(unit, hook)
+                unit.births.reads = StaleReads(self._load.stale, touch, staged)
+                with watching, unit.births:
+                    hook.run()
         finally:
             for key, value in writes.before.items():
                 unit.take_back(loose[key], value)

@@ -236,7 +236,7 @@ class WriteObserver(TorchDispatchMode):
                 self._listener.before_read(watched, watched.region_of(tensor))
 
 
-class StaleReads(TorchDispatchMode):
+class StaleReads:
     """Refuses operations on live tensors that still hold the old weights.
 
     A hook finds what it needs through its module and what is tracked with it, where the new
@@ -256,16 +256,17 @@ class StaleReads(TorchDispatchMode):
         touch: Callable[[int], None],
         staged: Collection[int] = (),
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self._stale = stale
         self._staged = staged
         self._touch = touch
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Run one operation, unless it has to do with a stale tensor."""
-        for tensor in tensors_of(args, kwargs or {}):
+    def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Look at what an operation is about to use.
+
+        Raises:
+            UnsupportedError: it has to do with a stale tensor.
+        """
+        for tensor in tensors_of(args, kwargs):
             key = storage_key(tensor) or 0
             self._touch(key)
             name = self._stale.get(key)
@@ -276,7 +277,6 @@ class StaleReads(TorchDispatchMode):
                     f"in the registry's strategies",
                     parameter=name,
                 )
-        return func(*args, **(kwargs or {}))
 
 
 def _name_of(func: Any) -> str:

@@ -30,7 +30,7 @@ from weightload.errors import (
 )
 from weightload.express import Express
 from weightload.family import Draft, Family
-from weightload.filling import Filling, bundle_of
+from weightload.filling import Filling
 from weightload.framework import Framework
 from weightload.gate import Gate
 from weightload.intake import Intake, pairs_of, unless_empty
@@ -282,8 +282,10 @@ class WeightLoadSession:
             self._lane.single_stream = single_stream
             with self._failing("load"), self._reporting(progress, weights):
                 if isinstance(weights, Checkpoint):
-                    self._check_files(weights)
-                    weights, buffers = self._filling(weights), None
+                    filling = self._filling(weights)
+                    if not filling.expected:
+                        self._check_files(weights.forms)
+                    weights, buffers = filling, None
                 left = self._take_quickly(weights, lent=buffers != [])
                 if left is not None:
                     self._take(left, buffers, each=not isinstance(weights, Collection))
@@ -848,11 +850,9 @@ class WeightLoadSession:
 
         return both
 
-    def _check_files(self, checkpoint: Checkpoint) -> None:
+    def _check_files(self, forms: Mapping[str, Any]) -> None:
         """Check what is going to be read, as far as its headers tell, before anything is written."""
-        quick, forms = self._quick_now(), checkpoint.forms
-        if quick is not None and all(bundle_of(quick, file) for file in checkpoint.contents):
-            return
+        quick = self._quick_now()
         if quick is None or not quick.expects(forms, complete=False):
             with self._loading() as board:
                 preflight.check_forms(board, self.model, self._intake, forms)
