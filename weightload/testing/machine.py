@@ -43,17 +43,13 @@ from weightload.session import WeightLoadSession
 from weightload.states import SessionState
 from weightload.testing.layers import (
     DefaultScaleLinear,
-    FusedExperts,
-    FusedLinear,
-    HandleLinear,
     InPlaceLinear,
     KernelLinear,
-    LatentAttention,
     Linear,
-    PaddedLinear,
     RepackedLinear,
     RoomLinear,
 )
+from weightload.testing.loading import FusedLinear, PaddedLinear
 from weightload.testing.models import (
     Factory,
     LoadingModel,
@@ -71,6 +67,7 @@ from weightload.testing.oracle import (
     require,
     toy_framework,
 )
+from weightload.testing.sharing import FusedExperts, HandleLinear, LatentAttention
 
 __all__ = ["SessionMachine"]
 
