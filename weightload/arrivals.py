@@ -15,7 +15,7 @@ from weightload.errors import (
     WeightMismatchError,
     name_some,
 )
-from weightload.intake import Intake, finite, wide_floats
+from weightload.intake import Intake
 from weightload.layer import Unit
 from weightload.ledger import Region, full_region, meet, without
 from weightload.observer import Watched, WriteObserver
@@ -23,6 +23,7 @@ from weightload.pool import Pool
 from weightload.record import StagedSlot, make_record, slots_of
 from weightload.staging import Staging
 from weightload.storage import TensorSpec, inner_tensors, select, storage_key
+from weightload.values import finite, wide_floats
 
 __all__ = ["Arrivals"]
 
