@@ -133,7 +133,7 @@ def enter(
     ids = {id(module) for module in load.modules.values()}
     for unit in units:
         _find_reads(load, unit, ids)
-        arrivals.guard(unit)
+        arrivals.guards.guard(unit)
 
 
 def _gaps_of(
