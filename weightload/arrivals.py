@@ -7,22 +7,23 @@ from contextlib import contextmanager
 
 import torch
 
+from weightload.casting import check_copy
 from weightload.entries import Entry, Load
 from weightload.errors import (
     DuplicateWeightError,
     UnexpectedWeightError,
     UnsupportedError,
-    WeightMismatchError,
     name_some,
 )
-from weightload.intake import Intake, finite, wide_floats
+from weightload.guards import Guards, too_late
+from weightload.intake import Intake
 from weightload.layer import Unit
 from weightload.ledger import Region, full_region, meet, without
 from weightload.observer import Watched, WriteObserver
 from weightload.pool import Pool
 from weightload.record import StagedSlot, make_record, slots_of
 from weightload.staging import Staging
-from weightload.storage import TensorSpec, inner_tensors, select, storage_key
+from weightload.storage import TensorSpec, inner_tensors, select
 
 __all__ = ["Arrivals"]
 
@@ -32,15 +33,15 @@ class Arrivals:
 
     Attributes:
         observer: sees the writes while it is entered.
+        guards: refuses writes to what is staged.
     """
 
     def __init__(self, load: Load) -> None:
         self.observer = WriteObserver(self)
+        self.guards = Guards(load, self.observer)
         self._load = load
         self._by_watched: dict[int, Entry] = {}
         self._closed: dict[int, Entry] = {}
-        self._live: dict[int, tuple[str, Unit, Watched]] = {}
-        self._hosting: dict[int, tuple[str, Unit]] = {}
         self._alone: dict[int, Entry] = {}
         self._ready: dict[int, Unit] = {}
         self._dirties = False
@@ -61,23 +62,6 @@ class Arrivals:
                 if watched is not None:
                     self._alone[watched.storage] = entry
 
-    def guard(self, unit: Unit) -> None:
-        """Refuse writes to the live tensors of a parked ``unit``, and reads once it is done.
-
-        A loader reaches them past the model, in a table that it made before the load, or in the
-        model itself when they are back in their places. They hold no checkpoint values.
-        """
-        for name, tensor in unit.live_tensors():
-            for part in inner_tensors(tensor).values() or (tensor,):
-                key = storage_key(part)
-                if key is not None and not self.observer.knows(key):
-                    self._guard(part, name, unit)
-
-    def _guard(self, tensor: torch.Tensor, name: str, unit: Unit) -> None:
-        watched = self.observer.watch(tensor)
-        if watched is not None:
-            self._live[watched.storage] = (name, unit, watched)
-
     def end(self, entry: Entry) -> None:
         """Refuse all further writes to the tensor of ``entry``, whose unit is done."""
         if entry.watched is not None:
@@ -86,10 +70,8 @@ class Arrivals:
             self.observer.forget(entry.watched)
             entry.watched = None
         self._close(entry.tensor, entry)
-        if entry.staging is not None and entry.staging.hosted and entry.staging.host is not None:
-            owner = self._hosting.pop(id(entry.staging), None)
-            if owner is not None:
-                self._guard(entry.staging.host, *owner)
+        if entry.staging is not None:
+            self.guards.take_back(entry.staging)
 
     def _close(self, tensor: torch.Tensor, entry: Entry) -> None:
         left = self.observer.watch(tensor)
@@ -116,7 +98,9 @@ class Arrivals:
         """
         if self._load.area.hosts(staging) and staging.host is not None:
             self._load.mark_dirty()
-            self._host(staging, staging.host)
+            # Loaders that write it write the twin.
+            self.guards.lend(staging, staging.host)
+            self._load.area.host(staging, staging.host)
         else:
             self._load.area.allocate_from(staging, pool)
         for twin in staging.twins:
@@ -127,16 +111,6 @@ class Arrivals:
                 self.observer.forget(entry.watched)
                 self.watch(entry)
 
-    def _host(self, staging: Staging, host: torch.Tensor) -> None:
-        """Let twins have the memory of a live tensor; loaders that write it write the twin."""
-        key = storage_key(host) or 0
-        guard = self._live.pop(key, None)
-        if guard is not None:
-            name, unit, watched = guard
-            self.observer.forget(watched)
-            self._hosting[id(staging)] = name, unit
-        self._load.area.host(staging, host)
-
     def before_touch(self, storage: int) -> None:
         """Give a twin its memory before the first operation on it."""
         if storage in self._load.stagings:
@@ -144,37 +118,7 @@ class Arrivals:
             return
         entry = self._closed.get(storage)
         if entry is not None:
-            raise self._too_late(entry.names[0])
-
-    def _too_late(self, parameter: str) -> DuplicateWeightError:
-        name = self._load.intake.current
-        return DuplicateWeightError(
-            f"{name!r} arrived after {parameter!r} was complete and processed: something was sent "
-            f"twice.",
-            name=name,
-            parameter=parameter,
-        )
-
-    def _refuse_live(self, storage: int, *, write: bool) -> None:
-        """Refuse to touch a live tensor whose new value is, or was, staged."""
-        if storage not in self._live:
-            return
-        parameter, unit, _ = self._live[storage]
-        if write and unit.committed:
-            raise self._too_late(parameter)
-        if write:
-            raise UnsupportedError(
-                f"A loader writes to the live tensor of {parameter!r}, which it has known since "
-                f"before this load. Its new value is staged: a loader must get the tensor from "
-                f"the model.",
-                parameter=parameter,
-            )
-        if unit.committed:
-            raise UnsupportedError(
-                f"A loader computes with {parameter!r} after it was processed. Use "
-                f"commit='atomic': nothing is processed then before everything has come.",
-                parameter=parameter,
-            )
+            raise too_late(self._load, entry.names[0])
 
     def before_write(
         self,
@@ -186,7 +130,7 @@ class Arrivals:
         """Check one write, enter it into the ledger, and say whether it is to be done."""
         entry = self._by_watched.get(id(watched))
         if entry is None:
-            self._refuse_live(watched.storage, write=True)
+            self.guards.refuse(watched.storage, write=True)
             if watched.storage in self._alone:
                 raise self._outside(self._load.intake.current, self._alone[watched.storage])
             return True
@@ -198,7 +142,7 @@ class Arrivals:
             # A model that collects its source first goes on with what it has copied.
             name = entry.ledger.writer(region)
         if source is not None:
-            self._check_copy(intake, name, entry, target, source)
+            check_copy(intake, name, entry, target, source, initial=self._load.initial)
         intake.consumed(name, entry.names[0])
         if self._trial is not None:
             if region is not None and entry.gaps:
@@ -331,7 +275,7 @@ class Arrivals:
         """Note, in a first load, that a loader computes with what its tensor held before."""
         entry = self._by_watched.get(id(watched))
         if entry is None:
-            self._refuse_live(watched.storage, write=False)
+            self.guards.refuse(watched.storage, write=False)
         if entry is None or self._trial is not None or entry.tensor.is_meta:
             return
         if self._load.scribe is not None:
@@ -360,62 +304,6 @@ class Arrivals:
                 f"which is not known. {self._load.framework.advice}",
                 parameter=entry.names[0],
             )
-
-    def _check_copy(
-        self,
-        intake: Intake,
-        name: str | None,
-        entry: Entry,
-        target: torch.Tensor,
-        source: torch.Tensor,
-    ) -> None:
-        if source.dtype != target.dtype:
-            self._check_cast(intake, name, entry, target, source)
-        if source.numel() == target.numel():
-            return
-        fact = intake.manifest.get(name) if intake.manifest is not None and name else None
-        if self._load.initial or (fact is not None and fact.broadcast):
-            if name is not None:
-                intake.broadcast.add(name)
-            return
-        raise WeightMismatchError(
-            f"{name!r} brings shape {tuple(source.shape)} for a place of shape "
-            f"{tuple(target.shape)} in {entry.names[0]!r}. Tensors are never broadcast.",
-            name=name,
-            expected=tuple(target.shape),
-            found=tuple(source.shape),
-        )
-
-    def _check_cast(
-        self,
-        intake: Intake,
-        name: str | None,
-        entry: Entry,
-        target: torch.Tensor,
-        source: torch.Tensor,
-    ) -> None:
-        """Count a cast, and refuse one that the load which made the model did not do."""
-        if name is not None:
-            intake.casts.add(name)
-        if wide_floats(source.dtype, target.dtype):
-            if intake.check_finite and not finite(source.to(target.dtype)):
-                raise WeightMismatchError(
-                    f"{name!r} holds values that are infinite as {target.dtype}, the type of "
-                    f"{entry.names[0]!r}, and this session was opened with check_finite=True.",
-                    name=name,
-                    parameter=entry.names[0],
-                )
-            return
-        known = intake.manifest is not None and name in intake.manifest
-        if self._load.initial or known or _wider_integer(source.dtype, target.dtype):
-            return
-        raise WeightMismatchError(
-            f"{name!r} brings {source.dtype} for {entry.names[0]!r}, which holds {target.dtype}. "
-            f"Values are cast only between floats of 16 bits or more, and to wider integers.",
-            name=name,
-            expected=str(target.dtype),
-            found=str(source.dtype),
-        )
 
     def after_write(self, watched: Watched, region: Region | None) -> None:
         """Note when the unit of a tensor is complete."""
@@ -492,10 +380,3 @@ class Arrivals:
         for entry, region in self._expected:
             entry.gaps = without(entry.ledger.shape, entry.gaps or (), [region])
         self._expected.clear()
-
-
-def _wider_integer(found: torch.dtype, wanted: torch.dtype) -> bool:
-    """Whether both are integers, or bool, and ``wanted`` holds all values of ``found``."""
-    if any(one.is_floating_point or one.is_complex for one in (found, wanted)):
-        return False
-    return torch.promote_types(found, wanted) == wanted

@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 
-import attrs
 import torch
 from torch import nn
 
 from weightload.arrivals import Arrivals
 from weightload.completeness import Completeness
+from weightload.entering import also_staged, enter
 from weightload.entries import Counts, Entry, Load, join
-from weightload.errors import StorageChangedError, UnsupportedError, name_some
+from weightload.errors import StorageChangedError, name_some
 from weightload.express import Express
 from weightload.framework import Framework
+from weightload.hooks import find_hooks, order_of, refuse_wrapped
+from weightload.hosting import find_memory, use_memory
 from weightload.intake import Intake
 from weightload.layer import Hook, Unit
 from weightload.learning import Learning
-from weightload.ledger import Region, RegionLedger, full_region, meet, without
-from weightload.partial import gaps_outside, names_of, select_units
-from weightload.parts import find_memory, find_part
+from weightload.partial import select_units
+from weightload.parts import find_part
 from weightload.rebound import ReboundAttributes
 from weightload.record import (
-    ModuleRecord,
-    SharedRegions,
     Slot,
     SourceFact,
-    StagedSlot,
-    made_by_hooks,
     make_record,
-    read_by,
-    record_of,
     slots_of,
 )
 from weightload.recorded import Recorded
@@ -40,7 +34,7 @@ from weightload.scope import Scope
 from weightload.scribe import Scribe
 from weightload.skeleton import Body
 from weightload.staging import Area, Staging
-from weightload.storage import Fingerprint, TensorSpec, look_of, new_group, select, storage_key
+from weightload.storage import Fingerprint, select, storage_key
 from weightload.units import build_units
 
 __all__ = ["Board"]
@@ -135,38 +129,8 @@ class Board:
         for unit in self.units:
             unit.births.pool = recorded.pool
         if not self._load.atomic:
-            self._use_live_memory(recorded, body)
+            use_memory(self._load, self.hooks, self._members, recorded, body)
         return Express(self._load, self.arrivals, recorded)
-
-    def _use_live_memory(self, recorded: Recorded, body: Body) -> None:
-        """Stage and process in live memory what is known to end there.
-
-        What was found out holds as long as a live tensor looks into its memory as it did, and is
-        alone there: somebody may have given it other memory since.
-        """
-        if not recorded.hosts and not recorded.landings:
-            return
-        looking = Counter(map(storage_key, body.tensors))
-        for entry in self._load.entries:
-            staging, (module, section, name) = entry.staging, entry.slots[0]
-            known = recorded.hosts.get(entry.names[0])
-            if staging is None or staging.allocated or known is None:
-                continue
-            if not self._members[id(module)].staged:
-                continue  # it is done
-            live = self._members[id(module)].live_tensor(module, section, name)
-            settles, look = known
-            if looking[storage_key(live)] == 1 and look_of(live) == look:
-                staging.host, staging.settles = live, settles
-        for hook in self.hooks:
-            landings = recorded.landings.get((hook.name, hook.rule.role), {})
-            for at, (path, section, name) in landings.items():
-                unit = self._members.get(id(hook.module))
-                if unit is None or not unit.staged or path not in self.modules:
-                    continue
-                live = unit.live_tensor(self.modules[path], section, name)
-                if looking[storage_key(live)] == 1:
-                    hook.landings[at] = self.modules[path], section, name
 
     def recorded(self, model: nn.Module) -> Recorded | None:
         """Return the plan of this load, which has finished, if it was recorded."""
@@ -208,15 +172,19 @@ class Board:
         self._watch_rebound()
 
     def _open(self, modules: Mapping[str, nn.Module]) -> None:
-        hooks = self._find_hooks(modules)
-        self._refuse_wrapped(modules)
+        hooks = find_hooks(modules, self.framework, initial=self._load.initial)
+        self.hooks += hooks
+        self.hooks.sort(key=order_of)
+        if not self._load.initial or self.framework.requires_all:
+            # Otherwise the framework's own loaders fill them, and nothing has to be seen.
+            refuse_wrapped(modules)
         marks = [
             (join(name, key), (module, section, key), Fingerprint.of(tensor))
             for name, module in modules.items()
             for section, key, tensor in slots_of(module)
         ]
         self._marks += marks
-        units, members = build_units(modules, hooks, self._also_staged())
+        units, members = build_units(modules, hooks, also_staged(self._load, self._members))
         self._members.update(members)
         if self._load.partial:
             units = self._leave_rest(units)
@@ -234,33 +202,7 @@ class Board:
             if (id(module), section, key) in placed and mark.storage is not None and mark.nbytes:
                 self._load.stale[mark.storage._cdata] = name
                 self._stale_keys.setdefault(id(module), []).append(mark.storage._cdata)
-        self._watch(modules, units, placed)
-
-    def _find_hooks(self, modules: Mapping[str, nn.Module]) -> list[Hook]:
-        """Return the hooks of modules, in order of processing, and enter them among all."""
-        hooks = []
-        for name, module in modules.items():
-            record = record_of(module)
-            if record is not None and record.copied:
-                raise UnsupportedError(
-                    f"Module {name!r} is a copy of a loaded module: what its first processing did "
-                    f"belongs to the original. Load the original, or make the copy before the "
-                    f"first load.",
-                    module=name,
-                )
-            hooks += [
-                Hook(name=name, module=module, rule=rule)
-                for rule in self.framework.registry.rules_for(module, name)
-            ]
-        order = list(Role)
-        hooks.sort(key=lambda hook: order.index(hook.rule.role))
-        rule = self.framework.model_rule(modules[""]) if "" in modules else None
-        if rule is not None:
-            hooks.append(Hook(name="", module=modules[""], rule=rule, last=True))
-        self._refuse_unrecorded(hooks)
-        self.hooks += hooks
-        self.hooks.sort(key=lambda hook: (hook.last, order.index(hook.rule.role)))
-        return hooks
+        enter(self._load, self.arrivals, self._members, modules, units, placed)
 
     def _watch_rebound(self) -> None:
         if not self._load.initial:
@@ -277,174 +219,6 @@ class Board:
         self._members = {key: unit for key, unit in self._members.items() if id(unit) in chosen}
         self.hooks = [hook for hook in self.hooks if id(hook.module) in self._members]
         return units
-
-    def _refuse_unrecorded(self, hooks: list[Hook]) -> None:
-        strange = [hook for hook in hooks if hook.first and not self._load.initial]
-        if strange:
-            names = name_some(f"{hook.name} ({hook.rule.role.value})" for hook in strange)
-            raise UnsupportedError(
-                f"Modules that have to be processed were not part of the load that made this "
-                f"model: {names}. What their hooks did is not known, so it cannot be undone. Load "
-                f"them through a session of their own first.",
-                modules=[hook.name for hook in strange[:10]],
-            )
-
-    def _refuse_wrapped(self, modules: Mapping[str, nn.Module]) -> None:
-        """Refuse to load into tensor subclasses that hold their data in tensors inside them."""
-        if self._load.initial and not self.framework.requires_all:
-            return  # the framework's own loaders fill them, and nothing has to be seen
-        made = {slot for module in modules.values() for slot in made_by_hooks(module)}
-        found = []
-        for name, module in modules.items():
-            record = record_of(module) or ModuleRecord()
-            for section, key, tensor in slots_of(module):
-                slot = record.staged.get((section, key))
-                cls = type(tensor) if slot is None else slot.spec.cls
-                brought = key not in module._non_persistent_buffers_set
-                brought = brought and (id(module), section, key) not in made
-                if brought and hasattr(cls, "__tensor_flatten__"):
-                    found.append(f"{join(name, key)} ({cls.__qualname__})")
-        if found:
-            raise UnsupportedError(
-                f"Loaders would have to write into tensor subclasses that hold their data in other "
-                f"tensors, and such writes cannot be seen: {name_some(found)}. Construct the model "
-                f"with plain tensors, and let a hook wrap them.",
-                parameters=found[:10],
-            )
-
-    def _also_staged(self) -> dict[int, list[StagedSlot]]:
-        """Return the tensors that are staged only because nothing live may be written yet."""
-        if self._load.initial:
-            return self._without_data()
-        if not self._load.atomic:
-            return {}
-        shared: dict[int, int] = {}
-        found: dict[int, list[StagedSlot]] = {}
-        made = {slot for module in self.modules.values() for slot in made_by_hooks(module)}
-        for module in self.modules.values():
-            record = record_of(module)
-            for section, name, tensor in slots_of(module):
-                key = storage_key(tensor)
-                if key is None or (id(module), section, name) in made:
-                    continue
-                if record is not None and (section, name) in record.staged:
-                    continue
-                gaps = self._gaps_of(module, section, name, tensor)
-                whole = [full_region(tensor.shape)]
-                wanted = self._load.intake.wanted
-                if wanted is not None and not wanted & names_of(
-                    record or ModuleRecord(), section, name
-                ):
-                    continue
-                spec = TensorSpec.of(tensor, shared.setdefault(key, new_group()))
-                seeds = [
-                    (region, select(tensor, region)) for region in (whole if gaps is None else gaps)
-                ]
-                slot = StagedSlot(section=section, name=name, spec=spec, seeds=seeds)
-                found.setdefault(id(module), []).append(slot)
-        return found
-
-    def _without_data(self) -> dict[int, list[StagedSlot]]:
-        """Return the tensors that were constructed on meta: their memory comes as they load."""
-        device = self.framework.device
-        shared: dict[int | None, int] = {}
-        found: dict[int, list[StagedSlot]] = {}
-        for module in self.modules.values():
-            for section, name, tensor in slots_of(module):
-                if tensor.is_meta:
-                    group = shared.setdefault(storage_key(tensor), new_group())
-                    spec = attrs.evolve(TensorSpec.of(tensor, group), device=device)
-                    slot = StagedSlot(section=section, name=name, spec=spec, seeds=[])
-                    found.setdefault(id(module), []).append(slot)
-        return found
-
-    def _shared_of(self, record: ModuleRecord | None, section: str, name: str) -> SharedRegions:
-        known = record.shared.get((section, name)) if record is not None else None
-        return known if known is not None and not self._load.initial else SharedRegions()
-
-    def _gaps_of(
-        self, module: nn.Module, section: str, name: str, tensor: torch.Tensor
-    ) -> list[Region] | None:
-        """Return the regions that no checkpoint brings, ``None`` if nobody knows."""
-        record = record_of(module)
-        if self._load.initial:
-            return None
-        wanted = self._load.intake.wanted
-        if wanted is not None:
-            known = record or ModuleRecord()
-            if id(module) not in self._members or (section, name) not in known.staged:
-                return gaps_outside(known, section, name, tensor.shape, wanted)
-        gaps = None if record is None else record.gaps.get((section, name))
-        if gaps is None and self._load.intake.manifest is not None:
-            gaps = [full_region(tensor.shape)]
-        if wanted is None or record is None or not gaps:
-            return gaps
-        sources = record.sources.get((section, name), {})
-        promised = [region for region, source in sources.items() if source in wanted]
-        return without(tensor.shape, gaps, promised)
-
-    def _watch(
-        self,
-        modules: Mapping[str, nn.Module],
-        units: list[Unit],
-        placed: dict[tuple[int, str, str], tuple[torch.Tensor, Staging]],
-    ) -> None:
-        for name, module in modules.items():
-            record = record_of(module)
-            unit = self._members.get(id(module))
-            for section, key, tensor in slots_of(module):
-                gaps = self._gaps_of(module, section, key, tensor)
-                entry = self._load.by_tensor.get(id(tensor))
-                if entry is not None:
-                    entry.names.append(join(name, key))
-                    entry.slots.append((module, section, key))
-                    continue
-                _, staging = placed.get((id(module), section, key), (None, None))
-                entry = Entry(
-                    names=[join(name, key)],
-                    slots=[(module, section, key)],
-                    tensor=tensor,
-                    ledger=RegionLedger(shape=tuple(tensor.shape)),
-                    gaps=gaps,
-                    required=isinstance(tensor, nn.Parameter)
-                    and not self._load.partial
-                    and not _seeded_whole(record, section, key),
-                    shared=self._shared_of(record, section, key),
-                    staging=staging,
-                    sources={} if record is None else record.sources.get((section, key), {}),
-                )
-                self.arrivals.watch(entry)
-                self._note_optional(entry)
-                self._load.entries.append(entry)
-                self._load.by_tensor[id(tensor)] = entry
-                if unit is not None:
-                    unit.entries.append(entry)
-        ids = {id(module) for module in self.modules.values()}
-        for unit in units:
-            self._find_reads(unit, ids)
-            self.arrivals.guard(unit)
-
-    def _note_optional(self, entry: Entry) -> None:
-        """Note the names that have come, and that a load may leave out all the same."""
-        if self._load.partial:
-            return  # what is left alone is in kernel format, and nothing of it is optional
-        for region, name in entry.sources.items() if entry.gaps else ():
-            if name is not None and any(meet(region, gap) for gap in entry.gaps or ()):
-                self._load.intake.optional.add(name)
-
-    def _find_reads(self, unit: Unit, ids: Collection[int]) -> None:
-        """Enter what must be complete before the hooks of ``unit`` may run."""
-        found = self._load.entries_of(unit.modules.values())
-        for hook in unit.hooks:
-            other = read_by(hook.module, hook.rule.role)
-            known = [module for module in other if id(module) in ids]
-            inside = self._load.entries_of((*hook.module.modules(), *known))
-            hook.reads = list(inside.values())
-            if hook.rule.role is Role.QUANT:
-                found |= inside
-        unit.reads = list(found.values())
-        for entry in unit.reads:
-            entry.readers.append(unit)
 
     # ------------------------------------------------------------------ processing
 
@@ -644,11 +418,3 @@ class Board:
         self._marks.clear()
         self.arrivals = Arrivals(self._load)
         self.learning = Learning(self._load)
-
-
-def _seeded_whole(record: ModuleRecord | None, section: str, name: str) -> bool:
-    """Whether the value that the tensor was constructed with is known."""
-    slot = record.staged.get((section, name)) if record is not None else None
-    return slot is not None and any(
-        region == full_region(slot.spec.shape) for region, _ in slot.seeds
-    )

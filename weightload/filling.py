@@ -13,9 +13,9 @@ import torch
 from weightload.bounce import Bounce
 from weightload.bundle import Bundle
 from weightload.files import File, Header
-from weightload.intake import FILLED
 from weightload.quick import Quick
 from weightload.reading import Checkpoint, Piece, Place, dtype_of, opened, read_pieces
+from weightload.sources import FILLED
 
 __all__ = ["Filling", "Reserve"]
 

@@ -2,99 +2,37 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import attrs
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from weightload.errors import (
     DuplicateWeightError,
     UnexpectedWeightError,
-    UsageError,
     WeightMismatchError,
     name_some,
 )
+from weightload.hands import Hands
 from weightload.lanes import Lane
 from weightload.record import SourceFact
 from weightload.scope import Scope
 from weightload.scribe import Scribe
-from weightload.storage import extent_of, storage_key
+from weightload.sources import FILLED, Pair, pairs_of, unpack
+from weightload.storage import storage_key
 from weightload.transport import Loan, Loans
+from weightload.values import finite, refuse_values, wide_floats
 from weightload.verifying import Verification
 
-__all__ = ["FILLED", "Intake", "finite", "pairs_of", "unless_empty", "unpack", "wide_floats"]
-
-Pair = tuple[str, torch.Tensor]
-
-FILLED: Any = object()
-"""What a source yields when it has put tensors to their places itself."""
+__all__ = ["Intake"]
 
 _END: Any = object()
-_WIDE = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
-
-
-def wide_floats(*dtypes: torch.dtype | None) -> bool:
-    """Whether all are floats of 16 bits or more, between which values may be cast.
-
-    A narrower float goes with a scale, and an integer with a packing; neither is cast.
-    """
-    return all(dtype in _WIDE for dtype in dtypes)
-
-
-def finite(tensor: torch.Tensor) -> bool:
-    """Whether no element is NaN or infinite; one pass, without memory of the tensor's size."""
-    if not tensor.is_floating_point() or not tensor.numel():
-        return True
-    values = tensor.detach()
-    low, high = torch.aminmax(values if wide_floats(values.dtype) else values.float())
-    return bool(torch.isfinite(low) & torch.isfinite(high))
-
-
-def pairs_of(weights: Mapping[str, torch.Tensor] | Iterable[Pair]) -> Iterable[Pair]:
-    """Return name and tensor pairs, whatever kind of source was given.
-
-    Raises:
-        UsageError: it is none.
-    """
-    if not isinstance(weights, Iterable):
-        raise UsageError(
-            f"Weights are a mapping of names to tensors, or an iterable of (name, tensor) pairs; "
-            f"found {type(weights).__name__}."
-        )
-    return weights.items() if isinstance(weights, Mapping) else weights
 
 
 def _nothing() -> None:
     pass
-
-
-@attrs.frozen
-class _Place:
-    """Where a source tensor is: several may be parts of one buffer.
-
-    Attributes:
-        name: its name.
-        start: first byte in its storage.
-        stop: byte after the last one.
-        hold: keeps the key of the storage from being used for another one; holds no memory.
-        own: whether the memory is the model's alone, so that it may be read in later calls.
-    """
-
-    name: str
-    start: int
-    stop: int
-    hold: StorageWeakRef
-    own: bool = False
-
-    @classmethod
-    def of(cls, name: str, tensor: torch.Tensor, own: bool) -> _Place:
-        start, stop = extent_of(tensor)
-        stop = max(stop, start + 1)
-        return cls(name, start, stop, StorageWeakRef(tensor.untyped_storage()), own)
 
 
 @attrs.define(kw_only=True, repr=False)
@@ -145,7 +83,7 @@ class Intake:
     scribe: Scribe | None = None
     _held: dict[str, torch.Tensor] = attrs.field(factory=dict)
     _found_finite: dict[str, int] = attrs.field(factory=dict)
-    _by_storage: dict[int, list[_Place]] = attrs.field(factory=dict)
+    _hands: Hands = attrs.field(factory=Hands)
     _batch: list[str] = attrs.field(factory=list)
 
     def check_pair(self, name: Any, tensor: Any) -> None:
@@ -175,7 +113,7 @@ class Intake:
         self.check_form(name, tuple(tensor.shape), tensor.dtype)
         if self.check_finite and self._found_finite.get(name) != id(tensor):
             if not finite(tensor):
-                self._refuse_values(name, tensor)
+                refuse_values(name, tensor)
             self._found_finite[name] = id(tensor)
 
     def rehearses(self, name: str) -> bool:
@@ -232,16 +170,6 @@ class Intake:
                 expected=str(fact.dtype),
                 found=str(dtype),
             )
-
-    def _refuse_values(self, name: str, tensor: torch.Tensor) -> None:
-        values = tensor.detach().float() if not wide_floats(tensor.dtype) else tensor.detach()
-        index = tuple(torch.nonzero(~torch.isfinite(values))[0].tolist())
-        raise WeightMismatchError(
-            f"{name!r} holds {float(values[index])} at index {list(index)}, and this session was "
-            f"opened with check_finite=True.",
-            name=name,
-            index=list(index),
-        )
 
     def read(self, weights: Mapping[str, torch.Tensor] | Iterable[Pair]) -> list[Pair]:
         """Return what a source holds, and remember it if the source itself raises."""
@@ -332,11 +260,11 @@ class Intake:
         """
         for loan in loans.take_back():
             key = loan.key
-            places = self._by_storage.pop(key, []) if key is not None else []
+            places = self._hands.places.pop(key, []) if key is not None else []
             if loan.kept and self.scribe is not None:
                 self.scribe.kept()
             if loan.kept and places:
-                self._enter(loan)
+                self._hands.enter(loan.name, loan.tensor, loan.kept)
         self.copied += loans.nbytes
         loans.nbytes = 0
 
@@ -373,14 +301,7 @@ class Intake:
         self.nbytes += loan.tensor.numel() * loan.tensor.element_size()
         if self.scribe is not None:
             self.scribe.lent(name, loan.tensor)
-        self._enter(loan)
-
-    def _enter(self, loan: Loan) -> None:
-        """Note by its storage what is in the hands of the loaders."""
-        key = storage_key(loan.tensor)
-        if key is not None:
-            place = _Place.of(loan.name, loan.tensor, loan.kept)
-            self._by_storage.setdefault(key, []).append(place)
+        self._hands.enter(loan.name, loan.tensor, loan.kept)
 
     def announce(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Note that a source arrives whose parts are written one by one, by a recorded plan.
@@ -405,16 +326,9 @@ class Intake:
         """
         if source is not None:
             key = storage_key(source)
-            if key is not None and key in self._by_storage:
-                return self._name_in(self._by_storage[key], source)
+            if key is not None and key in self._hands.places:
+                return self._hands.name_in(key, source, self.current)
         return self.current
-
-    def _name_in(self, places: list[_Place], source: torch.Tensor) -> str:
-        start = source.storage_offset() * source.element_size()
-        inside = [place.name for place in places if place.start <= start < place.stop]
-        if self.current in inside or not inside:
-            return self.current or places[-1].name
-        return inside[-1]
 
     def consumed(self, name: str | None, place: str) -> None:
         """Note that the tensor of that name filled something in the tensor called ``place``."""
@@ -435,17 +349,13 @@ class Intake:
                 nothing.
         """
         batch, self._batch = self._batch, []
-        own = {key for key, places in self._by_storage.items() if places[0].own}
+        own = self._hands.own()
         self._found_finite.clear()
         self.current = None
         for name, tensor in self._held.items():
             self.unclaimed[name] = tensor if storage_key(tensor) in own else tensor.clone()
         self._held.clear()
-        self._by_storage = {
-            key: self._by_storage[key]
-            for key in own
-            if not self._by_storage[key][0].hold.expired()  # a model may write it in a later call
-        }
+        self._hands.keep(own)
         if self.manifest is None:
             return
         lost = [
@@ -480,31 +390,3 @@ class Intake:
             else attrs.evolve(fact, broadcast=name in self.broadcast)
             for name, fact in self.seen.items()
         }
-
-
-def unpack(pair: Any) -> tuple[Any, Any]:
-    """Return the two parts of what a source yielded.
-
-    Raises:
-        WeightMismatchError: it has not two parts.
-    """
-    try:
-        name, tensor = pair
-    except (TypeError, ValueError):
-        raise WeightMismatchError(
-            f"A source yields (name, tensor) pairs; found {type(pair).__name__}."
-        ) from None
-    return name, tensor
-
-
-def unless_empty(feed: Iterator[Any]) -> Iterator[Any] | None:
-    """Return what there is to iterate, ``None`` if nothing is left for the loaders."""
-    first = list(itertools.islice(feed, 1))
-    if not first:
-        return None
-
-    def rest() -> Iterator[Any]:
-        yield first.pop()
-        yield from feed
-
-    return rest()

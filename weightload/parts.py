@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from weightload.births import Room
-from weightload.entries import Entry, Load, join
+from weightload.entries import Entry, Load
 from weightload.layer import Unit
 from weightload.ledger import meet
 from weightload.receipt import Names
 from weightload.record import read_by
 from weightload.recorded import Copy, Part, Recorded, counts_of
-from weightload.registry import Role
-from weightload.storage import Look, look_of
 
-__all__ = ["find_memory", "find_part"]
+__all__ = ["find_part"]
 
 
 def find_part(
@@ -74,37 +71,6 @@ def find_part(
         spared=sum(id(hook.module) not in inside for unit in units for hook in unit.hooks),
         consumed=Names.of(copies.keys()),
     )
-
-
-def find_memory(
-    units: Sequence[Unit], load: Load
-) -> tuple[dict[str, tuple[bool, Look]], dict[tuple[str, Role], dict[Room, tuple[str, str, str]]]]:
-    """Return :attr:`Recorded.hosts` and :attr:`Recorded.landings`.
-
-    Hooks have shown, in the load that has just finished, that they leave the new value in the memory
-    that loaders wrote to, because they change it there or only wrap it anew; or that they write it
-    into a tensor that they make. Its form was that of the live tensor.
-
-    Args:
-        units: of the whole model, as this load leaves them.
-        load: what the load shared; it has finished.
-    """
-    names = {id(module): name for name, module in load.modules.items()}
-
-    hosts = {
-        join(names[id(slot[0])], slot[2]): (settles, look_of(vars(slot[0])[slot[1]][slot[2]]))
-        for unit in units
-        for slot, settles in unit.hosts
-    }
-    landings = {
-        (hook.name, hook.rule.role): {
-            at: (names[id(slot[0])], *slot[1:]) for at, slot in hook.landings.items()
-        }
-        for unit in units
-        for hook in unit.hooks
-        if hook.landings
-    }
-    return hosts, landings
 
 
 def _runs(

@@ -15,7 +15,8 @@ from weightload.errors import (
     WeightLoadError,
     WeightMismatchError,
 )
-from weightload.intake import Intake, unpack
+from weightload.intake import Intake
+from weightload.sources import unpack
 from weightload.transport import Loans
 
 __all__ = ["check_forms", "check_pairs", "check_set", "form_of", "refused"]

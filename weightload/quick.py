@@ -19,12 +19,13 @@ from weightload.batching import Batch
 from weightload.bundle import PLAIN, Addresses, Bundle, Portion
 from weightload.entries import Counts
 from weightload.express import Express
-from weightload.intake import FILLED, Intake
+from weightload.intake import Intake
 from weightload.lanes import Lane
 from weightload.moving import LARGE, move
 from weightload.reading import Place
 from weightload.recorded import Copy, Part, Recorded, Route, counts_of, loader_of
 from weightload.skeleton import Body
+from weightload.sources import FILLED
 
 __all__ = ["Quick"]
 

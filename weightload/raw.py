@@ -11,10 +11,10 @@ from torch import nn
 
 from weightload.errors import ModelBusyError, UnclassifiedModuleError, UsageError, name_some
 from weightload.framework import Framework
-from weightload.intake import pairs_of, unpack
 from weightload.ownership import current_session, open_session, owner_of
 from weightload.record import record_of
 from weightload.session import WeightLoadSession
+from weightload.sources import pairs_of, unpack
 
 __all__ = ["in_session"]
 

@@ -9,8 +9,9 @@ import torch
 from weightload.board import Board
 from weightload.bounds import check_bounds
 from weightload.errors import IncompleteLoadError, UsageError, WeightMismatchError, name_some
-from weightload.intake import Intake, finite
+from weightload.intake import Intake
 from weightload.plan import Form, Plan, View, Write
+from weightload.values import finite
 
 __all__ = ["Fetch", "fetch_from", "part_of", "replay"]
 

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 
 from weightload.arena import Arena
-from weightload.intake import Intake, pairs_of
+from weightload.intake import Intake
+from weightload.packing import BucketWriter, forms_of
 from weightload.reading import Checkpoint
 from weightload.reporting import LoadProgress, Reporter
-from weightload.wire import ALIGNMENT, BucketWriter, forms_of
+from weightload.sources import pairs_of
+from weightload.wire import ALIGNMENT
 
 __all__ = ["Sent", "Weights", "is_folder", "operations"]
 

@@ -33,7 +33,7 @@ from weightload.family import Draft, Family
 from weightload.filling import Filling
 from weightload.framework import Framework
 from weightload.gate import Gate
-from weightload.intake import Intake, pairs_of, unless_empty
+from weightload.intake import Intake
 from weightload.lanes import Lane
 from weightload.plan import Plan
 from weightload.planning import uses_plans
@@ -49,6 +49,7 @@ from weightload.replaying import Fetch
 from weightload.reporting import LoadProgress, Reporter, size_of
 from weightload.scope import Scope
 from weightload.skeleton import Body
+from weightload.sources import pairs_of, unless_empty
 from weightload.staging import Area
 from weightload.states import Event, SessionState
 from weightload.transport import Buffers, Loans, Transport, buffers_of

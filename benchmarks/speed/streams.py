@@ -16,8 +16,9 @@ from benchmarks.speed.memory import facts
 from benchmarks.speed.models import Source
 from benchmarks.speed.table import Bound, Row, arm, seconds
 from weightload.arena import Arena
+from weightload.packing import BucketWriter
 from weightload.session import WeightLoadSession
-from weightload.wire import BucketReader, BucketWriter
+from weightload.unpacking import BucketReader
 
 MIB = 1 << 20
 SIZES = {1: (1.35, 1.20), 8: (1.15, 1.08), 64: (1.08, 1.05)}

@@ -34,7 +34,8 @@ from weightload.testing import (
     check_equal,
     make_state,
 )
-from weightload.testing.layers import WIDTH, HandleLinear, Linear, RepackedLinear, parameter
+from weightload.testing.layers import WIDTH, Linear, RepackedLinear, parameter
+from weightload.testing.sharing import HandleLinear
 
 COMMITS = ("stream", "atomic")
 SOME = ("plain", "repacked", "tied", "fused", "bare copies", "everything")

@@ -38,6 +38,7 @@ from weightload.testing import (
     ToyModel,
     check_equal,
     layers,
+    loading,
     make_state,
     toy_framework,
 )
@@ -96,7 +97,7 @@ def test_a_first_load_can_be_done_by_a_plan(name):
 
 def test_a_plan_is_what_one_works_out_by_hand():
     """A fused weight takes each shard whole into its rows; the expert stack one slice each."""
-    model = LoadingModel(layers.FusedLinear(2), layers.ExpertStack())
+    model = LoadingModel(loading.FusedLinear(2), loading.ExpertStack())
     state = make_state(lambda: model, 1)
     plan = bake(model, forms(state), framework=toy_framework())
     whole = View(offset=0, shape=(WIDTH, WIDTH), stride=(WIDTH, 1), dtype="float32")

@@ -25,7 +25,7 @@ from weightload import (
     filling,
     reading,
 )
-from weightload.testing import TOYS, Bench, LoadingModel, ToyModel, layers
+from weightload.testing import TOYS, Bench, LoadingModel, ToyModel, layers, loading
 
 COMMITS = ("stream", "atomic")
 COLLECTING = {"collecting", "collecting, composed"}
@@ -82,7 +82,7 @@ def test_a_first_load_may_come_from_files(tmp_path):
 
 
 def test_a_known_tensor_is_read_to_its_live_place_and_nowhere_else(tmp_path, places):
-    bench = Bench(lambda: LoadingModel(layers.FusedLinear(), layers.Linear()))
+    bench = Bench(lambda: LoadingModel(loading.FusedLinear(), layers.Linear()))
     bench.reload(bench.state(2), plans=True)
     places.clear()
     folder = write_folder(tmp_path / "c", bench.state(3))

@@ -30,6 +30,7 @@ from weightload.testing import (
     ToyModel,
     check_equal,
     layers,
+    loading,
     make_state,
     toy_framework,
 )
@@ -37,8 +38,8 @@ from weightload.testing import (
 SHARED = {
     "plain": layers.Linear,
     "repacked": layers.RepackedLinear,
-    "loaded by a loader that writes twice": layers.ComposedLoaderLinear,
-    "fused": lambda: layers.FusedLinear(2),
+    "loaded by a loader that writes twice": loading.ComposedLoaderLinear,
+    "fused": lambda: loading.FusedLinear(2),
 }
 
 
@@ -93,7 +94,7 @@ class Both(ToyModel):
 
     def __init__(self, shared, host):
         super().__init__()
-        self.target = host(shared, layers.RepackedLinear(), layers.FusedLinear())
+        self.target = host(shared, layers.RepackedLinear(), loading.FusedLinear())
         self.draft = GuestDraft(shared, layers.RepackedLinear(), layers.KernelLinear())
 
     def forward(self, x):

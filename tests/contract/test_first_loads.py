@@ -20,6 +20,7 @@ from weightload.testing import (
     LoadingModel,
     check_equal,
     layers,
+    loading,
     make_state,
     toy_framework,
 )
@@ -270,7 +271,7 @@ EARLY = {
 }
 
 
-@pytest.mark.parametrize("packed", [layers.InterleavedLinear, layers.ScatteredLinear])
+@pytest.mark.parametrize("packed", [loading.InterleavedLinear, loading.ScatteredLinear])
 @pytest.mark.parametrize("case", EARLY)
 def test_what_comes_after_a_hook_was_asked_for_too_early_is_refused(case, packed):
     """The hook of a first load would pack what was constructed, and what comes then is not packed."""

@@ -41,7 +41,7 @@ from weightload import (
     open_session,
     start_reload,
 )
-from weightload.testing import Bench, LoadingModel, layers
+from weightload.testing import Bench, LoadingModel, layers, loading
 
 
 @pytest.fixture(params=COMMITS)
@@ -629,7 +629,7 @@ def test_a_loader_that_writes_by_index_into_a_tensor_of_other_names_is_refused(c
             if self.errs and name == "layers.0.weight":
                 super().store("layers.1.weight/0", tensor)
 
-    bench = Bench(lambda: Net(layers.Linear(), layers.ScatteredLinear(packed=False)))
+    bench = Bench(lambda: Net(layers.Linear(), loading.ScatteredLinear(packed=False)))
     bench.model.errs = True
     session = bench.open(commit=commit)
     with pytest.raises(UnexpectedWeightError, match=r"layers\.0\.weight.*layers\.1\.weight"):

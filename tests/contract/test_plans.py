@@ -23,7 +23,7 @@ from weightload import (
     WeightLoadSession,
     WeightMismatchError,
 )
-from weightload.testing import TOYS, Bench, LoadingModel, layers
+from weightload.testing import TOYS, Bench, LoadingModel, layers, loading
 
 COMMITS = ("stream", "atomic")
 COLLECTING = {"collecting", "collecting, composed"}
@@ -91,7 +91,7 @@ def test_loaders_are_asked_only_for_what_they_compute_with(toy):
 
 def test_a_recorded_plan_says_where_each_shard_goes():
     """Worked out by hand: the second of the shards fills the rows after those of the first."""
-    bench = Bench(lambda: LoadingModel(layers.FusedLinear()))
+    bench = Bench(lambda: LoadingModel(loading.FusedLinear()))
     bench.reload(bench.state(2), plans=True)
     plan = vars(bench.model)["_weightload_record"].plan.plan
     rows = 0

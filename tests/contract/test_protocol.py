@@ -26,7 +26,7 @@ from weightload import (
     weights_version,
 )
 from weightload.ownership import owner_of
-from weightload.testing import TOYS, Bench, ToyFault, ToyModel, layers, toy_framework
+from weightload.testing import TOYS, Bench, ToyFault, ToyModel, layers, sharing, toy_framework
 
 
 @pytest.fixture
@@ -236,7 +236,7 @@ def test_what_is_packed_together_is_packed_in_order_when_the_last_is_asked_for(c
 
     def factory():
         first = layers.InPlaceLinear()
-        return ToyModel(first, layers.PackedHead(first.weight))
+        return ToyModel(first, sharing.PackedHead(first.weight))
 
     bench = Bench(factory)
     session = bench.open(commit=commit)

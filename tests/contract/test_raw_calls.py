@@ -26,6 +26,7 @@ from weightload.testing import (
     check_equal,
     identical,
     layers,
+    loading,
     make_state,
     toy_framework,
 )
@@ -46,14 +47,14 @@ class Strict(CollectingModel):
 
 
 def loaded(cls):
-    model = cls(layers.RepackedLinear(), layers.FusedLinear())
+    model = cls(layers.RepackedLinear(), loading.FusedLinear())
     with WeightLoadSession(model, framework=toy_framework(), version=1) as session:
         session.load(state(cls, 1))
     return model
 
 
 def factory(cls):
-    return lambda: cls(layers.RepackedLinear(), layers.FusedLinear())
+    return lambda: cls(layers.RepackedLinear(), loading.FusedLinear())
 
 
 def state(cls, seed):

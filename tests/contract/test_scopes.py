@@ -25,7 +25,9 @@ from weightload.testing import (
     LoadingModel,
     ToyModel,
     layers,
+    loading,
     make_state,
+    sharing,
 )
 from weightload.testing.oracle import check_equal, expected, identical, outputs, toy_framework
 
@@ -35,13 +37,13 @@ COMMITS = ["stream", "atomic"]
 def mixed():
     """One layer of each kind: as loaded, fused, packed, attention over a packed projection."""
     return LoadingModel(
-        layers.Linear(), layers.FusedLinear(), layers.RepackedLinear(), layers.LatentAttention()
+        layers.Linear(), loading.FusedLinear(), layers.RepackedLinear(), sharing.LatentAttention()
     )
 
 
 def packed():
     """A plain layer, and one whose weight and scales are packed together."""
-    return LoadingModel(layers.Linear(), layers.ScaledLinear(packed=True))
+    return LoadingModel(layers.Linear(), loading.ScaledLinear(packed=True))
 
 
 @pytest.fixture
@@ -92,7 +94,7 @@ def test_a_part_is_what_a_fresh_load_of_the_mixture_gives(bench, part, commit):
 @pytest.mark.parametrize("commit", COMMITS)
 def test_a_layer_whose_loaders_write_no_plain_region_is_loaded_as_a_part(commit):
     """Nobody knows which rows a name fills, and that does not matter when all of them come."""
-    factory = lambda: LoadingModel(layers.ScatteredLinear(packed=False), layers.Linear())  # noqa: E731
+    factory = lambda: LoadingModel(loading.ScatteredLinear(packed=False), layers.Linear())  # noqa: E731
     bench = Bench(factory)
     old, new = bench.state(1), bench.state(2)
     names = [name for name in old if name.startswith("layers.0.weight")]
@@ -122,7 +124,7 @@ def test_what_is_derived_from_another_layer_is_new_when_a_part_brought_that_laye
 
     def factory():
         layer = kind()
-        return LoadingModel(layers.SummedState(layer), layer, layers.Linear())
+        return LoadingModel(sharing.SummedState(layer), layer, layers.Linear())
 
     bench = Bench(factory)
     old, new = bench.state(1), bench.state(2)
@@ -428,7 +430,7 @@ def test_a_callback_may_compute_with_a_part_that_is_new(bench):
 
 def test_an_atomic_part_writes_nothing_live_where_loaders_write_no_plain_region():
     """The loader writes by index, and refuses another type in the middle of the load."""
-    bench = Bench(lambda: LoadingModel(layers.Linear(), layers.ScatteredLinear(packed=False)))
+    bench = Bench(lambda: LoadingModel(layers.Linear(), loading.ScatteredLinear(packed=False)))
     new = bench.state(2)
     names = [name for name in new if name.startswith("layers.1")]
     sent = {name: new[name] for name in names}
@@ -476,7 +478,7 @@ def test_an_optional_tensor_that_may_stay_away_keeps_its_value(commit):
 
 def test_a_part_that_is_written_by_index_does_not_let_the_rest_stay_away_in_an_atomic_load():
     """Nobody knows which rows came, so that the others could not be kept."""
-    bench = Bench(lambda: LoadingModel(layers.Linear(), layers.ScatteredLinear(packed=False)))
+    bench = Bench(lambda: LoadingModel(layers.Linear(), loading.ScatteredLinear(packed=False)))
     scope = Scope.full(allow_missing=["*"])
     session = bench.open(commit="atomic", scope=scope)
     session.load({"layers.1.weight/1": bench.state(2)["layers.1.weight/1"]})
@@ -493,7 +495,7 @@ def test_a_part_that_is_written_by_index_does_not_let_the_rest_stay_away_in_an_a
 @pytest.mark.parametrize("commit", COMMITS)
 def test_a_scale_of_several_does_not_stay_away_from_a_model_that_collects(commit):
     """The largest of two scales counts. They came in two calls, and nobody knows which wrote what."""
-    factory = lambda: CollectingModel(layers.ScaledLinear(packed=False))  # noqa: E731
+    factory = lambda: CollectingModel(loading.ScaledLinear(packed=False))  # noqa: E731
     model, first, new = factory(), make_state(factory, 1), make_state(factory, 2)
     with WeightLoadSession(model, framework=toy_framework()) as session:
         for name in first:

@@ -37,16 +37,15 @@ from weightload.testing import (
 from weightload.testing.capture import CapturedGraph, check_reloads, damage
 from weightload.testing.kernels import Processed
 from weightload.testing.layers import (
-    SENTINEL,
     WIDTH,
     BufferedLayer,
     DefaultScaleLinear,
     InPlaceLinear,
     Linear,
-    PaddedLinear,
     RepackedLinear,
     parameter,
 )
+from weightload.testing.loading import SENTINEL, PaddedLinear
 from weightload.testing.oracle import ToyFramework, reload_by_hand
 
 COMMITS = ("stream", "atomic")

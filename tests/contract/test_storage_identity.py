@@ -36,8 +36,9 @@ from weightload.testing import (
 )
 from weightload.testing.capture import CapturedGraph, FreedMemoryError, check_reloads, damage
 from weightload.testing.kernels import Processed
-from weightload.testing.layers import WIDTH, KernelLinear, LatentAttention, Linear, parameter
+from weightload.testing.layers import WIDTH, KernelLinear, Linear, parameter
 from weightload.testing.oracle import reload_by_hand
+from weightload.testing.sharing import LatentAttention
 
 COMMITS = ("stream", "atomic")
 each_commit = pytest.mark.parametrize("commit", COMMITS)

@@ -33,8 +33,9 @@ from weightload.testing import (
 )
 from weightload.testing.capture import CapturedGraph, check_reloads, damage
 from weightload.testing.kernels import Processed, ProcessedState
-from weightload.testing.layers import WIDTH, Linear, RepackedLinear, SinkAttention, parameter
+from weightload.testing.layers import WIDTH, Linear, RepackedLinear, parameter
 from weightload.testing.oracle import ToyFramework, reload_by_hand
+from weightload.testing.sharing import SinkAttention
 
 COMMITS = ("stream", "atomic")
 each_commit = pytest.mark.parametrize("commit", COMMITS)

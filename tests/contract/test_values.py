@@ -100,7 +100,7 @@ def test_a_value_that_is_not_finite_is_refused_by_name_and_index(bench, value, s
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16])
 def test_narrow_floats_are_checked_as_well(dtype):
-    from weightload.intake import finite
+    from weightload.values import finite
 
     tensor = torch.ones(4, 4).to(dtype)
     assert finite(tensor)

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from weightload import TransportError, UsageError, wire
 from weightload.digest import digest
-from weightload.wire import BucketReader, BucketWriter, forms_of
+from weightload.packing import BucketWriter, forms_of
+from weightload.unpacking import BucketReader
 
 CAPACITY = 256
 
@@ -179,7 +180,7 @@ def test_a_bucket_of_another_update_is_refused():
 def sealed(record, octets):
     """Return the digest that goes with a record, whatever it says."""
     body = {key: value for key, value in record.items() if key != "digest"}
-    return wire._mark(body, octets[: record["nbytes"]])
+    return wire.mark(body, octets[: record["nbytes"]])
 
 
 def lie(tensors, capacity=1 << 12, **changes):
@@ -189,7 +190,7 @@ def lie(tensors, capacity=1 << 12, **changes):
     true = zip(fields, record["rows"][0], strict=True)
     record["rows"][0] = [changes.get(field, value) for field, value in true]
     record["digest"] = sealed(record, octets)
-    closing["digest"] = wire._chained("", record["digest"])
+    closing["digest"] = wire.chained("", record["digest"])
     return opening, [(record, octets)], closing
 
 

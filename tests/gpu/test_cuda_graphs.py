@@ -6,8 +6,9 @@ import torch
 from weightload import WeightLoadSession
 from weightload.testing import ToyModel, fresh, identical, make_state, toy_framework
 from weightload.testing.kernels import RebuiltKernelLinear
-from weightload.testing.layers import KernelLinear, LatentAttention, Linear, RepackedLinear
+from weightload.testing.layers import KernelLinear, Linear, RepackedLinear
 from weightload.testing.oracle import reload_by_hand
+from weightload.testing.sharing import LatentAttention
 
 pytestmark = [
     pytest.mark.gpu,

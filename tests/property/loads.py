@@ -22,7 +22,8 @@ from weightload import (
 )
 from weightload.framework import load_into
 from weightload.testing import CollectingModel, make_state
-from weightload.testing.layers import PackedHead, ScatteredLinear, TableLinear
+from weightload.testing.loading import ScatteredLinear
+from weightload.testing.sharing import PackedHead, TableLinear
 
 
 class SourceError(Exception):

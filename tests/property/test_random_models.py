@@ -12,7 +12,15 @@ from torch import nn
 from trees import KINDS, REFERRING, ROOTS, TABLE, Recipe
 
 from weightload import Scope, WeightLoadSession
-from weightload.testing import check_equal, kernels, layers, make_state, toy_framework
+from weightload.testing import (
+    check_equal,
+    kernels,
+    layers,
+    loading,
+    make_state,
+    sharing,
+    toy_framework,
+)
 
 EXAMPLES = 12 * settings.default.max_examples
 
@@ -50,15 +58,17 @@ def test_a_load_gives_what_a_fresh_load_gives_or_is_refused():
 
 def test_the_kinds_are_all_that_the_kit_has():
     """A new layer of the kit joins in."""
-    made = {type(make()) for make in KINDS.values()} | {layers.TableLinear}
+    made = {type(make()) for make in KINDS.values()} | {sharing.TableLinear}
     known = {
         getattr(kit, name)
-        for kit in (layers, kernels)
+        for kit in (layers, loading, sharing, kernels)
         for name in kit.__all__
         if isinstance(getattr(kit, name), type) and issubclass(getattr(kit, name), nn.Module)
     }
     bases = {kernels.Processed, kernels.ProcessedAttention, kernels.ProcessedState}
-    assert known - made - bases == {layers.PackedHead, layers.SummedState}, "these refer to others"
+    assert known - made - bases == {sharing.PackedHead, sharing.SummedState}, (
+        "these refer to others"
+    )
 
 
 @pytest.mark.parametrize("kind", sorted({*KINDS, TABLE}))

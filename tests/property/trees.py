@@ -15,6 +15,8 @@ from weightload.testing import (
     ToyModel,
     kernels,
     layers,
+    loading,
+    sharing,
 )
 from weightload.testing.layers import WIDTH
 
@@ -23,30 +25,30 @@ KINDS = {
     "repacked": layers.RepackedLinear,
     "in place": layers.InPlaceLinear,
     "rooms": layers.RoomLinear,
-    "fused": layers.FusedLinear,
-    "padded": layers.PaddedLinear,
-    "padded, not packed": partial(layers.PaddedLinear, packed=False),
+    "fused": loading.FusedLinear,
+    "padded": loading.PaddedLinear,
+    "padded, not packed": partial(loading.PaddedLinear, packed=False),
     "default scale": layers.DefaultScaleLinear,
-    "attention": layers.LatentAttention,
+    "attention": sharing.LatentAttention,
     "kernel": layers.KernelLinear,
     "rebuilt kernel": kernels.RebuiltKernelLinear,
     "rebound bias": layers.FloatBiasLinear,
     "buffers": layers.BufferedLayer,
-    "experts": layers.ExpertStack,
+    "experts": loading.ExpertStack,
     "experts in blocks": partial(kernels.BlockExperts, 8),
     "experts with halves swapped": partial(kernels.BlockExperts, 4),
-    "composed loader": layers.ComposedLoaderLinear,
-    "interleaved": layers.InterleavedLinear,
-    "interleaved, packed": partial(layers.InterleavedLinear, packed=True),
-    "handle": layers.HandleLinear,
-    "weight handle": layers.WeightHandleLinear,
+    "composed loader": loading.ComposedLoaderLinear,
+    "interleaved": loading.InterleavedLinear,
+    "interleaved, packed": partial(loading.InterleavedLinear, packed=True),
+    "handle": sharing.HandleLinear,
+    "weight handle": sharing.WeightHandleLinear,
     "filled attribute": layers.FilledScaleLinear,
-    "sinks": layers.SinkAttention,
-    "loaders that look": partial(layers.ScaledLinear, packed=False),
-    "loaders that look, packed": partial(layers.ScaledLinear, packed=True),
-    "scattered": partial(layers.ScatteredLinear, packed=False),
-    "scattered, packed": partial(layers.ScatteredLinear, packed=True),
-    "hook over children": layers.FusedExperts,
+    "sinks": sharing.SinkAttention,
+    "loaders that look": partial(loading.ScaledLinear, packed=False),
+    "loaders that look, packed": partial(loading.ScaledLinear, packed=True),
+    "scattered": partial(loading.ScatteredLinear, packed=False),
+    "scattered, packed": partial(loading.ScatteredLinear, packed=True),
+    "hook over children": sharing.FusedExperts,
 }
 """How to make a layer of each kind that stands for itself."""
 
@@ -90,7 +92,7 @@ class Recipe:
 
     def __call__(self):
         """Make the model, without weights."""
-        method, grown = layers.SharedTableMethod(), []
+        method, grown = sharing.SharedTableMethod(), []
 
         def grow(node):
             if isinstance(node, list):
@@ -116,7 +118,7 @@ class Recipe:
 
 
 def _make(kind, method):
-    return layers.TableLinear(method) if kind == TABLE else KINDS[kind]()
+    return sharing.TableLinear(method) if kind == TABLE else KINDS[kind]()
 
 
 def _refer(how, index, grown):
@@ -126,8 +128,8 @@ def _refer(how, index, grown):
         return layers.Linear()
     other = fitting[index % len(fitting)]
     if how == "tied head":
-        return layers.PackedHead(other.weight)
-    return other if how == "again" else layers.SummedState(other)
+        return sharing.PackedHead(other.weight)
+    return other if how == "again" else sharing.SummedState(other)
 
 
 def _has_square_weight(layer):

@@ -15,7 +15,7 @@ from torch import nn
 from weightload.derived import Reconciliation
 from weightload.record import MISSING
 from weightload.storage import inner_tensors
-from weightload.testing.layers import AddressHandle
+from weightload.testing.sharing import AddressHandle
 
 Point = namedtuple("Point", ["x", "y"])
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from weightload import DuplicateWeightError, UnexpectedWeightError, WeightMismatchError
-from weightload.intake import Intake, pairs_of, unpack
+from weightload.intake import Intake
 from weightload.record import SourceFact
+from weightload.sources import pairs_of, unpack
 from weightload.transport import Loans
 
 

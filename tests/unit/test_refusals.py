@@ -8,7 +8,7 @@ from torch import nn
 
 from weightload import UnsupportedError, WeightLoadSession
 from weightload.refusals import REFUSALS, why_refused
-from weightload.testing import TOYS, Bench, ToyModel, layers
+from weightload.testing import TOYS, Bench, ToyModel, layers, sharing
 from weightload.vllm.vetoes import vetoes_of
 
 
@@ -55,7 +55,7 @@ def draft_alone():
         else:
             with refused("draft alone"):
                 session.prepare()
-    tied = nn.ModuleList([layers.PackedHead(packed.weight)])
+    tied = nn.ModuleList([sharing.PackedHead(packed.weight)])
     with refused("draft alone"):
         WeightLoadSession(tied, veto=vetoes_of(worker(bench.model, tied))).prepare()
     return bench

@@ -12,7 +12,7 @@ from weightload.ownership import current_session, owner_of, poison_of, require_u
 from weightload.scope import Scope
 from weightload.session import WeightLoadSession
 from weightload.states import SessionState
-from weightload.testing import layers
+from weightload.testing import sharing
 from weightload.testing.models import Factory, State, ToyModel, make_state
 from weightload.testing.oracle import (
     Kept,
@@ -150,7 +150,7 @@ class Bench:
 
     def _free_what_nobody_holds(self) -> None:
         """Let an address that points to nothing be seen as such."""
-        handles = (layers.HandleLinear, layers.WeightHandleLinear)
+        handles = (sharing.HandleLinear, sharing.WeightHandleLinear)
         if any(isinstance(module, handles) for module in self.model.modules()):
             gc.collect(1)
 

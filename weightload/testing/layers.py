@@ -1,8 +1,9 @@
-"""Toy layers, each with one behaviour that makes a reload go wrong.
+"""Toy layers that loaders fill by plain copies, and whose hooks change what the layer holds.
 
-Every layer maps ``[..., WIDTH]`` to ``[..., WIDTH]`` and computes with everything that it holds,
-so that a stale or lost tensor shows in its output. What a hook does is not reversible and not
-idempotent, and most hooks leave something behind that a second pass would stumble over.
+As those of ``loading``, ``sharing`` and ``kernels``, each has one behaviour that makes a reload go
+wrong, maps ``[..., WIDTH]`` to ``[..., WIDTH]`` and computes with everything that it holds, so that
+a stale or lost tensor shows in its output. What a hook does is not reversible and not idempotent,
+and most hooks leave something behind that a second pass would stumble over.
 """
 
 from __future__ import annotations
@@ -13,46 +14,24 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 
 __all__ = [
-    "SENTINEL",
     "WIDTH",
-    "AddressHandle",
     "BufferedLayer",
-    "ComposedLoaderLinear",
     "DefaultScaleLinear",
-    "ExpertStack",
     "FilledScaleLinear",
     "FloatBiasLinear",
-    "FusedExperts",
-    "FusedLinear",
-    "HandleLinear",
     "InPlaceLinear",
-    "InterleavedLinear",
     "KernelLinear",
-    "LatentAttention",
     "Linear",
-    "PackedHead",
-    "PaddedLinear",
     "RepackMethod",
     "RepackedLinear",
     "RoomLinear",
-    "ScaledLinear",
-    "ScatteredLinear",
-    "SharedTableMethod",
-    "SinkAttention",
-    "SummedState",
-    "TableLinear",
-    "WeightHandleLinear",
 ]
 
 WIDTH = 8
 """Size of the last dimension of every layer's input and output."""
-
-SENTINEL = -7.0
-"""What padding holds."""
 
 Tensor = torch.Tensor
 
@@ -181,85 +160,6 @@ class RoomLinear(nn.Module):
         return functional.linear(x, self.weight) * self.gain.t()
 
 
-class PackedHead(nn.Module):
-    """An output layer that may share its weight, and computes with a packed copy in a closure."""
-
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.weight = weight
-        self.bias = parameter(weight.shape[0])
-        self.compute: Callable[[Tensor], Tensor] | None = None
-
-    def process_weights_after_loading(self) -> None:
-        """Pack a copy of the weight into a closure; the parameter stays as it is."""
-        packed = self.weight.detach().t().contiguous() * 2
-
-        def compute(x: Tensor) -> Tensor:
-            return x @ packed
-
-        self.compute = compute
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer to ``[..., WIDTH]``."""
-        product = functional.linear(x, self.weight) if self.compute is None else self.compute(x)
-        return product + self.bias
-
-
-class FusedLinear(nn.Module):
-    """Several projections in one weight; its loader takes one shard at a time."""
-
-    def __init__(self, shards: int = 3) -> None:
-        super().__init__()
-        self.shards = shards
-        self.weight = parameter(shards * WIDTH, WIDTH)
-        self.bias = parameter(shards * WIDTH)
-        for place in (self.weight, self.bias):
-            set_loader(place, self.load_shard)
-
-    def load_shard(self, place: Tensor, tensor: Tensor, shard: int) -> None:
-        """Fill the rows of one projection."""
-        target = place.data.narrow(0, shard * WIDTH, WIDTH)
-        if target.shape != tensor.shape:
-            raise ValueError(f"shard of shape {tuple(tensor.shape)} for {tuple(target.shape)}")
-        target.copy_(tensor)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer; the projections are multiplied with one another."""
-        parts = functional.linear(x, self.weight, self.bias).split(WIDTH, -1)
-        return functools.reduce(torch.mul, [torch.tanh(part) for part in parts])
-
-
-class PaddedLinear(nn.Module):
-    """A weight with rows that no checkpoint brings; its hook packs them with the others.
-
-    Args:
-        packed: whether the hook replaces the parameter, or leaves the layer as it was loaded.
-    """
-
-    def __init__(self, *, packed: bool = True) -> None:
-        super().__init__()
-        self.packed = packed
-        self.weight = parameter(WIDTH, WIDTH)
-        self.weight.data[WIDTH - 2 :] = SENTINEL
-        set_loader(self.weight, self.load_rows)
-
-    def load_rows(self, place: Tensor, tensor: Tensor) -> None:
-        """Fill all rows but the padding."""
-        if tensor.shape != (WIDTH - 2, WIDTH):
-            raise ValueError(f"{tuple(tensor.shape)} rows do not fit")
-        place.data[: WIDTH - 2].copy_(tensor)
-
-    def process_weights_after_loading(self) -> None:
-        """Transpose, if the layer packs at all."""
-        if self.packed:
-            turned = self.weight.detach().t().contiguous() + self.weight.detach().sum()
-            self.weight = nn.Parameter(turned, requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer."""
-        return x @ self.weight if self.packed else functional.linear(x, self.weight)
-
-
 class DefaultScaleLinear(nn.Module):
     """A scale that checkpoints may leave out, -1 until one comes; the hook takes it away."""
 
@@ -279,32 +179,6 @@ class DefaultScaleLinear(nn.Module):
         """Apply the layer."""
         factor = 1.0 if self.factor is None else self.factor
         return functional.linear(x, self.weight) * factor
-
-
-class LatentAttention(nn.Module):
-    """Its hook makes tensors from a projection inside it, which must be packed by then."""
-
-    up_keys: Tensor
-    up_values: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.projection = RepackedLinear(2 * WIDTH)
-        self.sinks = parameter(WIDTH)
-        self.cache: Tensor | None = None
-
-    def process_weights_after_loading(self) -> None:
-        """Unpack the projection and split it in two, as plain attributes."""
-        kernel = self.projection.quant_method.kernel
-        if kernel is None:
-            raise RuntimeError("the projection is not packed yet")
-        whole = self.projection.weight.float() * kernel.scale
-        self.up_keys, values = whole.split(WIDTH, 1)
-        self.up_values = values.t().contiguous()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer."""
-        return torch.tanh(x @ self.up_keys) @ self.up_values + self.sinks
 
 
 class SlottedConfig:
@@ -399,248 +273,6 @@ class BufferedLayer(nn.Module):
         return torch.sin(x * self.frequencies) / self.temperature
 
 
-class ExpertStack(nn.Module):
-    """Several weights in one parameter, which the model fills by bare copies, one by one."""
-
-    def __init__(self, experts: int = 2) -> None:
-        super().__init__()
-        self.weights = parameter(experts, WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply all experts one after another."""
-        for weight in self.weights:
-            x = torch.tanh(functional.linear(x, weight))
-        return x
-
-
-class ComposedLoaderLinear(nn.Module):
-    """Its loader copies, and transforms what it has copied in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = parameter(WIDTH, WIDTH)
-        set_loader(self.weight, self.load_negated)
-
-    def load_negated(self, place: Tensor, tensor: Tensor) -> None:
-        """Write twice: the value, then its negative exponential."""
-        if place.shape != tensor.shape:
-            raise ValueError(f"shape {tuple(tensor.shape)}")
-        place.data.copy_(tensor)
-        place.data.exp_().neg_()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer."""
-        return torch.tanh(functional.linear(x, self.weight))
-
-
-class ScaledLinear(nn.Module):
-    """Scales whose loader looks at what they hold before it writes.
-
-    Args:
-        packed: whether a hook folds the scales into the weight and removes them.
-    """
-
-    def __init__(self, *, packed: bool) -> None:
-        super().__init__()
-        self.packed = packed
-        self.weight = parameter(WIDTH, WIDTH)
-        self.checked = parameter(2, fill=1.0)
-        self.largest = parameter(1, fill=0.0)
-        set_loader(self.checked, self.load_checked)
-        set_loader(self.largest, self.load_largest)
-
-    def load_checked(self, place: Tensor, tensor: Tensor, shard: int) -> None:
-        """Fill one scale, which may not have been filled with another value before."""
-        if place.data[shard] != 1.0 and (place.data[shard] - tensor).abs() > 1e-5:
-            raise ValueError("two different scales for one place")
-        place.data[shard].copy_(tensor)
-
-    def load_largest(self, place: Tensor, tensor: Tensor, shard: int) -> None:
-        """Keep the largest of the scales that come."""
-        place.data.copy_(torch.maximum(place.data, tensor.abs().reshape(1)))
-
-    def process_weights_after_loading(self) -> None:
-        """Fold the scales into the weight, if the layer packs at all."""
-        if self.packed:
-            factor = self.checked.detach().sum() * self.largest.detach()
-            self.weight = nn.Parameter(self.weight.detach() * factor, requires_grad=False)
-            del self.checked, self.largest
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer."""
-        x = functional.linear(x, self.weight)
-        return x if self.packed else x * self.checked.sum() * self.largest
-
-
-class ShardParameter(nn.Parameter):
-    """A parameter that brings its own loader, a method bound to it."""
-
-    def load_interleaved(self, place: Tensor, tensor: Tensor, shard: int) -> None:
-        """Fill every second row of the parameter that the method is bound to."""
-        target = self.data[shard::2]
-        if target.shape != tensor.shape:
-            raise ValueError(f"shape {tuple(tensor.shape)}")
-        target.copy_(tensor)
-
-
-class InterleavedLinear(nn.Module):
-    """Two projections with alternating rows; the loader is a method of the parameter itself.
-
-    Args:
-        packed: whether a hook packs the weight in place.
-    """
-
-    def __init__(self, *, packed: bool = False) -> None:
-        super().__init__()
-        self.packed = packed
-        self.weight = ShardParameter(
-            torch.full((2 * WIDTH, WIDTH), float("nan")), requires_grad=False
-        )
-        set_loader(self.weight, self.weight.load_interleaved)
-
-    def process_weights_after_loading(self) -> None:
-        """Reverse the rows in place, if the layer packs at all."""
-        if self.packed:
-            self.weight.data.copy_(self.weight.detach().flip(0) * 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer."""
-        both = functional.linear(x, self.weight)
-        return torch.tanh(both[..., 0::2]) * both[..., 1::2]
-
-
-class ScatteredLinear(nn.Module):
-    """Its loader writes by lists of row numbers, and the bias as bytes: no plain region.
-
-    Args:
-        packed: whether a hook packs weight and bias.
-    """
-
-    def __init__(self, *, packed: bool) -> None:
-        super().__init__()
-        self.packed = packed
-        self.weight = parameter(2 * WIDTH, WIDTH)
-        self.bias = parameter(2 * WIDTH)
-        set_loader(self.weight, self.load_rows)
-        set_loader(self.bias, self.load_bytes)
-        self.kernel: tuple[Tensor, Tensor] | None = None
-
-    def load_rows(self, place: Tensor, tensor: Tensor, shard: int) -> None:
-        """Fill the rows that belong to one of two projections."""
-        if tensor.shape != (WIDTH, WIDTH):
-            raise ValueError(f"shape {tuple(tensor.shape)}")
-        rows = torch.arange(2 * WIDTH)
-        place.data[rows[rows % 2 == shard]] = tensor
-
-    def load_bytes(self, place: Tensor, tensor: Tensor) -> None:
-        """Fill the bias, seen as bytes."""
-        if place.shape != tensor.shape:
-            raise ValueError(f"shape {tuple(tensor.shape)}")
-        place.data.view(torch.uint8).copy_(tensor.view(torch.uint8))
-
-    def process_weights_after_loading(self) -> None:
-        """Pack copies, if the layer packs at all."""
-        if self.packed:
-            self.kernel = self.weight.detach().t().contiguous() * 2, self.bias.detach() + 1
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer."""
-        weight, bias = self.kernel or (self.weight.t(), self.bias)
-        both = x @ weight + bias
-        return torch.tanh(both[..., :WIDTH]) * both[..., WIDTH:]
-
-
-class AddressHandle:
-    """Stands for a foreign object that keeps the raw address of a tensor and owns nothing.
-
-    It reads NaN once the memory was freed.
-    """
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._memory = StorageWeakRef(tensor.untyped_storage())
-        self._layout = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
-        self._dtype = tensor.dtype
-
-    def __del__(self) -> None:
-        """Release the foreign object."""
-
-    def read(self) -> Tensor:
-        """Return what is at the address now."""
-        offset, shape, stride = self._layout
-        storage: Any = None
-        if not self._memory.expired():
-            storage = torch.UntypedStorage._new_with_weak_ptr(self._memory.cdata)
-        if storage is None:
-            return torch.full(shape, float("nan"), dtype=self._dtype)
-        value = torch.empty(0, dtype=self._dtype)
-        return value.set_(storage, offset, shape, stride)
-
-
-class HandleLinear(nn.Module):
-    """Its hook gives the address of a scale that it made to a foreign object."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = parameter(WIDTH, WIDTH)
-        self.handle: AddressHandle | None = None
-
-    def process_weights_after_loading(self) -> None:
-        """Make the scale and the handle that points to it."""
-        self.scale = self.weight.detach().abs().amax(1)
-        self.handle = AddressHandle(self.scale)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer."""
-        x = functional.linear(x, self.weight)
-        return x if self.handle is None else x * self.handle.read() + self.scale
-
-
-class WeightHandleLinear(nn.Module):
-    """Its hook gives the address of the weight itself, as it was loaded, to a foreign object."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = parameter(WIDTH, WIDTH)
-        self.handle: AddressHandle | None = None
-
-    def process_weights_after_loading(self) -> None:
-        """Make the handle."""
-        self.handle = AddressHandle(self.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer."""
-        weight = self.weight if self.handle is None else self.handle.read()
-        return functional.linear(x, weight)
-
-
-class SharedTableMethod:
-    """One strategy object for several layers; the first one to be processed makes its table."""
-
-    def __init__(self) -> None:
-        self.table: Tensor | None = None
-
-    def process_weights_after_loading(self, layer: Any) -> None:
-        """Make the table if there is none, and subtract it from the weight."""
-        if self.table is None:
-            self.table = layer.weight.detach().mean(0)
-        changed = (layer.weight.detach() - self.table).t().contiguous()
-        layer.weight = nn.Parameter(changed, requires_grad=False)
-
-
-class TableLinear(nn.Module):
-    """Shares its strategy object, and the table in it, with other layers."""
-
-    def __init__(self, method: SharedTableMethod) -> None:
-        super().__init__()
-        self.weight = parameter(WIDTH, WIDTH)
-        self.quant_method = method
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer."""
-        table = self.quant_method.table
-        return x if table is None else x @ self.weight + table
-
-
 class FilledScaleLinear(nn.Module):
     """Its hook fills a tensor that is no parameter or buffer and was there before, in place."""
 
@@ -658,70 +290,3 @@ class FilledScaleLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer."""
         return (x @ self.weight) * self.scale
-
-
-class FusedExperts(nn.Module):
-    """Its hook packs the weights of layers inside it that have no hook of their own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = parameter(WIDTH)
-        self.experts = nn.ModuleList([Linear(), Linear()])
-        self.packed: Tensor | None = None
-
-    def process_weights_after_loading(self) -> None:
-        """Pack a copy of the experts' weights; they stay as they are."""
-        weights = [torch.as_tensor(expert.weight).detach() for expert in self.experts]
-        self.packed = torch.stack([weight.t() for weight in weights])
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer."""
-        if self.packed is None:
-            return x
-        both = x @ self.packed[0] - torch.sin(x @ self.packed[1])
-        return both * self.gate
-
-
-class SinkKernel:
-    """Holds a parameter of the layer above, and converts it once."""
-
-    def __init__(self, sinks: Tensor) -> None:
-        self.sinks = sinks
-
-    def process_weights_after_loading(self) -> None:
-        """Convert to another type, which is skipped if it has that type already."""
-        if self.sinks.dtype != torch.float64:
-            self.sinks = self.sinks.detach().double() * 2
-
-
-class SinkAttention(nn.Module):
-    """Its kernel is an object that was given one of its parameters when it was made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sinks = parameter(WIDTH)
-        self.kernel = SinkKernel(self.sinks)
-
-    def process_weights_after_loading(self) -> None:
-        """Let the kernel convert its parameter."""
-        self.kernel.process_weights_after_loading()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer."""
-        return torch.tanh(x + self.sinks) + self.kernel.sinks.to(x.dtype)
-
-
-class SummedState(nn.Module):
-    """Its hook sums up the weights of another layer, after everything else was processed."""
-
-    def __init__(self, other: nn.Module) -> None:
-        super().__init__()
-        self.others = (other,)
-
-    def process_weights_after_loading(self) -> None:
-        """Sum up."""
-        self.total = torch.as_tensor(self.others[0].weight).detach().float().sum()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer."""
-        return torch.tanh(x) + self.total

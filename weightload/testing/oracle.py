@@ -11,7 +11,7 @@ from torch import nn
 
 from weightload.framework import Framework
 from weightload.registry import ModuleRegistry, ModuleRule, Role
-from weightload.testing import kernels, layers
+from weightload.testing import kernels, layers, loading, sharing
 from weightload.testing.models import Factory, State, ToyModel
 
 __all__ = [
@@ -33,27 +33,27 @@ Tensor = torch.Tensor
 _ROLES: dict[type, Role] = {
     layers.InPlaceLinear: Role.QUANT,
     layers.RoomLinear: Role.QUANT,
-    layers.PackedHead: Role.QUANT,
-    layers.PaddedLinear: Role.QUANT,
+    sharing.PackedHead: Role.QUANT,
+    loading.PaddedLinear: Role.QUANT,
     layers.DefaultScaleLinear: Role.QUANT,
     layers.KernelLinear: Role.QUANT,
     layers.FloatBiasLinear: Role.QUANT,
-    layers.InterleavedLinear: Role.QUANT,
-    layers.HandleLinear: Role.QUANT,
-    layers.WeightHandleLinear: Role.QUANT,
+    loading.InterleavedLinear: Role.QUANT,
+    sharing.HandleLinear: Role.QUANT,
+    sharing.WeightHandleLinear: Role.QUANT,
     layers.FilledScaleLinear: Role.QUANT,
-    layers.FusedExperts: Role.QUANT,
-    layers.ScaledLinear: Role.QUANT,
-    layers.ScatteredLinear: Role.QUANT,
-    layers.LatentAttention: Role.ATTENTION,
-    layers.SinkAttention: Role.ATTENTION,
-    layers.SummedState: Role.DERIVED,
+    sharing.FusedExperts: Role.QUANT,
+    loading.ScaledLinear: Role.QUANT,
+    loading.ScatteredLinear: Role.QUANT,
+    sharing.LatentAttention: Role.ATTENTION,
+    sharing.SinkAttention: Role.ATTENTION,
+    sharing.SummedState: Role.DERIVED,
     kernels.BlockExperts: Role.QUANT,
     kernels.Processed: Role.QUANT,
     kernels.ProcessedAttention: Role.ATTENTION,
     kernels.ProcessedState: Role.DERIVED,
 }
-_METHODS = (layers.RepackMethod, layers.SharedTableMethod)
+_METHODS = (layers.RepackMethod, sharing.SharedTableMethod)
 
 
 def require(condition: bool, message: str) -> None:
@@ -289,7 +289,7 @@ def _known_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if isinstance(module, kernels.RebuiltKernelLinear):
             for name, tensor in module.tensors().items():
                 yield f"{prefix}.{name}", tensor
-        if isinstance(module, layers.PackedHead) and module.compute is not None:
+        if isinstance(module, sharing.PackedHead) and module.compute is not None:
             cells = getattr(module.compute, "__closure__", None) or ()
             for cell in cells:
                 yield f"{prefix}.packed", cell.cell_contents

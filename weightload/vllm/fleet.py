@@ -17,8 +17,10 @@ from weightload.errors import EngineLostError, ModelPoisonedError, UnsupportedEr
 from weightload.outcomes import Outcome
 from weightload.replica import Version
 from weightload.vllm import caches
-from weightload.vllm.engine import Door, Reach, Steps, dropping, naming
+from weightload.vllm.door import Door
 from weightload.vllm.liveness import Liveness
+from weightload.vllm.reach import Reach
+from weightload.vllm.steps import Steps, dropping, naming
 
 __all__ = ["FleetMember", "HTTPReplica", "LocalReplica", "Member", "RayReplica"]
 

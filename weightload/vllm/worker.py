@@ -33,9 +33,9 @@ from weightload.reading import Checkpoint
 from weightload.record import record_of
 from weightload.reporting import ProgressBar
 from weightload.scope import Scope
+from weightload.unpacking import BucketReader
 from weightload.vllm import caches, compat
 from weightload.vllm.vetoes import draft_of, vetoes_of
-from weightload.wire import BucketReader
 
 if TYPE_CHECKING:
     from weightload.vllm.framework import VllmFramework

@@ -10,8 +10,8 @@ from vllm.distributed.weight_transfer.base import WeightTransferUpdateInfo
 
 from weightload.errors import ModelBusyError, TransportError
 from weightload.session import WeightLoadSession
+from weightload.unpacking import BucketReader
 from weightload.vllm.transfer.own import OwnEngine
-from weightload.wire import BucketReader
 
 __all__ = ["BucketEngine", "BucketUpdateInfo"]
 

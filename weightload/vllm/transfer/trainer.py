@@ -18,9 +18,10 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from weightload.errors import UsageError
+from weightload.packing import BucketWriter
 from weightload.vllm.transfer.mixin import DEADLINE, check_options
 from weightload.vllm.transfer.pending import Pending
-from weightload.wire import ALIGNMENT, BucketWriter
+from weightload.wire import ALIGNMENT
 
 __all__ = ["SessionTrainer", "StateSource", "TransferOptions", "WithOptions"]
 
