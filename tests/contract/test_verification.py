@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightload import UsageError, VerificationError, WeightLoadSession, bake, poison_of
+from weightload import digest as digests
 from weightload.digest import digest
 from weightload.testing import TOYS, Bench, LoadingModel, layers
 from weightload.verifying import _WINDOW, SAMPLE, Verification
@@ -139,6 +140,21 @@ def test_a_digest_changes_with_every_byte_and_with_every_place(dtype, size):
     moved = tensor.roll(1)
     if not torch.equal(moved, tensor):
         assert digest(moved) != mark
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_a_digest_of_several_parts_sees_what_changed_places_between_them(rows, monkeypatch):
+    """Large tensors are looked at in parts, each of some rows of 128 words."""
+    monkeypatch.setattr(digests, "_AT_ONCE", rows * 128)
+    words = torch.randint(1 << 40, (3000,), generator=torch.Generator().manual_seed(5))
+    mark = digest(words)
+    for left, right in ((0, 128), (0, rows * 128), (5, 2999), (rows * 128 - 1, rows * 128)):
+        moved = words.clone()
+        moved[[left, right]] = words[[right, left]]
+        assert digest(moved) != mark
+    parts = words[: 4 * rows * 128].view(4, -1)
+    if rows * 128 * 4 < 3000:
+        assert digest(torch.cat((parts.flip(0).flatten(), words[4 * rows * 128 :]))) != mark
 
 
 def test_a_digest_sees_a_sign_that_changed_in_any_place():

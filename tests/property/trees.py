@@ -35,6 +35,7 @@ KINDS = {
     "rebound bias": layers.FloatBiasLinear,
     "buffers": layers.BufferedLayer,
     "experts": loading.ExpertStack,
+    "packed experts": loading.PackedStack,
     "experts in blocks": partial(kernels.BlockExperts, 8),
     "experts with halves swapped": partial(kernels.BlockExperts, 4),
     "composed loader": loading.ComposedLoaderLinear,

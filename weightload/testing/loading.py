@@ -16,6 +16,7 @@ __all__ = [
     "ExpertStack",
     "FusedLinear",
     "InterleavedLinear",
+    "PackedStack",
     "PaddedLinear",
     "ScaledLinear",
     "ScatteredLinear",
@@ -93,6 +94,26 @@ class ExpertStack(nn.Module):
         """Apply all experts one after another."""
         for weight in self.weights:
             x = torch.tanh(functional.linear(x, weight))
+        return x
+
+
+class PackedStack(ExpertStack):
+    """Two stacks of weights, filled one by one, that a hook writes anew in another order."""
+
+    def __init__(self, experts: int = 3) -> None:
+        super().__init__(experts)
+        self.gates = parameter(experts, WIDTH, WIDTH)
+
+    def process_weights_after_loading(self) -> None:
+        """Turn both stacks round."""
+        for name in ("weights", "gates"):
+            packed = getattr(self, name).detach().flip(0, 2).contiguous()
+            setattr(self, name, nn.Parameter(packed, requires_grad=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply all experts one after another."""
+        for weight, gate in zip(self.weights.flip(0, 2), self.gates.flip(0, 2), strict=True):
+            x = torch.tanh(functional.linear(x, weight)) * torch.sigmoid(functional.linear(x, gate))
         return x
 
 

@@ -26,6 +26,7 @@ from weightload.testing.loading import (
     ExpertStack,
     FusedLinear,
     InterleavedLinear,
+    PackedStack,
     PaddedLinear,
     ScaledLinear,
     ScatteredLinear,
@@ -275,6 +276,7 @@ TOYS: dict[str, Factory] = {
     "buffers": lambda: ToyModel(BufferedLayer(), Linear()),
     "collecting": lambda: CollectingModel(FusedLinear(), RepackedLinear(), ExpertStack()),
     "bare copies": lambda: BareModel(ExpertStack(), Linear(), RepackedLinear()),
+    "packed experts": lambda: LoadingModel(PackedStack(), FusedLinear(), PackedStack(2)),
     "composed loader": lambda: LoadingModel(ComposedLoaderLinear(), RepackedLinear()),
     "interleaved": lambda: LoadingModel(InterleavedLinear(), InterleavedLinear(packed=True)),
     "loaders that look": lambda: LoadingModel(

@@ -39,6 +39,7 @@ _ROLES: dict[type, Role] = {
     layers.KernelLinear: Role.QUANT,
     layers.FloatBiasLinear: Role.QUANT,
     loading.InterleavedLinear: Role.QUANT,
+    loading.PackedStack: Role.QUANT,
     sharing.HandleLinear: Role.QUANT,
     sharing.WeightHandleLinear: Role.QUANT,
     layers.FilledScaleLinear: Role.QUANT,

@@ -1,0 +1,275 @@
+"""Tensors that come as they came before are taken together, and that comes to the same.
+
+Damage shown: a tensor of a model counts as filled though some of what fills it did not come, or came
+twice; memory is staged that a stream of single tensors would not need; what has to be looked at one by
+one is moved unseen.
+"""
+
+import itertools
+
+import pytest
+import torch
+from files_of import write_folder
+
+from weightload import (
+    Checkpoint,
+    DuplicateWeightError,
+    IncompleteLoadError,
+    ProcessingError,
+    SessionState,
+    WeightLoadError,
+    WeightLoadSession,
+    bundle,
+    express,
+    files,
+    quick,
+)
+from weightload.testing import Bench, LoadingModel, layers, loading
+
+SOURCES = {
+    "mapping": lambda state, path: state,
+    "list": lambda state, path: list(state.items()),
+    "file": lambda state, path: Checkpoint(write_folder(path, state, files=1)),
+    "files": lambda state, path: Checkpoint(write_folder(path, state, files=3)),
+}
+
+
+def model():
+    return LoadingModel(
+        layers.Linear(), loading.PackedStack(), loading.FusedLinear(), loading.PackedStack(2)
+    )
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """The names that were taken together, a list for each time, and those that were not."""
+    found = {"together": [], "one by one": []}
+    end, put, reserve = quick.Quick.end, express.Express.put, express.Express.reserve
+
+    def ended(self, portion):
+        found["together"].append(list(portion.facts))
+        end(self, portion)
+
+    def noted(way):
+        def one(self, name, *args):
+            found["one by one"].append(name)
+            return way(self, name, *args)
+
+        return one
+
+    monkeypatch.setattr(quick.Quick, "end", ended)
+    monkeypatch.setattr(express.Express, "put", noted(put))
+    monkeypatch.setattr(express.Express, "reserve", noted(reserve))
+    return found
+
+
+def known(factory=model):
+    """Return a bench whose plan knows what its hooks do."""
+    bench = Bench(factory)
+    for seed in (2, 3):
+        bench.reload(bench.state(seed), plans=True)
+    return bench
+
+
+def forget(taken):
+    for names in taken.values():
+        names.clear()
+
+
+def interleaved(state):
+    """The tensors of all layers in turn."""
+    rank = {}
+    for name in state:
+        layer = name.split(".")[1]
+        rank[name] = sum(other.split(".")[1] == layer for other in rank)
+    return {name: state[name] for name in sorted(state, key=rank.get)}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_what_comes_in_the_order_of_the_layers_is_taken_together(source, taken, tmp_path):
+    bench = known()
+    for seed in (4, 5, 6):
+        forget(taken)
+        state = bench.state(seed)
+        with bench.session(plans=True) as session:
+            session.load(SOURCES[source](state, tmp_path / str(seed)))
+        bench.serves = state
+        bench.check_finished(session)
+        if source != "files":  # three files may part what belongs together
+            assert taken["one by one"] == []
+            assert sorted(itertools.chain(*taken["together"])) == sorted(state)
+            assert len(taken["together"]) < len(state) / 2
+        assert session.receipt.consumed.count == len(state)
+        assert session.receipt.bytes_received == sum(tensor.nbytes for tensor in state.values())
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("bucket", [0, bundle.BUCKET])
+def test_layers_that_come_in_turn_are_taken_together_if_that_stages_little(
+    source, bucket, taken, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(bundle, "BUCKET", bucket)
+    bench = known()
+    for seed in (4, 5):
+        state = interleaved(bench.state(seed))
+        forget(taken)
+        with bench.session(plans=True) as session:
+            session.load(SOURCES[source](state, tmp_path / str(seed)))
+        bench.serves = state
+        bench.check_finished(session)
+        if source in ("mapping", "list"):
+            packed = {name for name in state if name.split(".")[1] in ("1", "3")}
+            assert set(taken["one by one"]) == (set() if bucket else packed)
+
+
+@pytest.mark.parametrize("cut", [1, 5, 9, 12, 15])
+def test_calls_that_part_what_fills_one_tensor_are_right(cut):
+    bench = known()
+    for seed in (4, 5):
+        state = bench.state(seed)
+        names = list(state)
+        with bench.session(plans=True) as session:
+            session.load({name: state[name] for name in names[:cut]})
+            session.load({name: state[name] for name in names[cut:]})
+        bench.serves = state
+        bench.check_finished(session)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_call_without_one_of_the_tensors_is_incomplete(source, tmp_path):
+    bench = known()
+    state = bench.state(4)
+    lost = [name for name in state if name.startswith("layers.3.")][1]
+    for number in range(2):
+        session = bench.open(plans=True)
+        some = {name: tensor for name, tensor in state.items() if name != lost}
+        session.load(SOURCES[source](some, tmp_path / str(number)))
+        with pytest.raises(IncompleteLoadError) as caught:
+            session.finish()
+        assert "layers.3." in str(caught.value)
+        bench.check_ended(session, caught.value)
+    bench.reload(state, plans=True)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_call_that_comes_twice_is_double(source, tmp_path):
+    bench = known()
+    for number, once in enumerate((bench.state(4), bench.state(5))):
+        session = bench.open(plans=True)
+        session.load(SOURCES[source](once, tmp_path / f"{number}a"))
+        with pytest.raises(DuplicateWeightError) as caught:
+            session.load(SOURCES[source](bench.state(6), tmp_path / f"{number}b"))
+        bench.check_ended(session, caught.value)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_name_that_nobody_knows_is_refused_before_anything_is_written(source, tmp_path):
+    bench = known()
+    for number in range(2):
+        session = bench.open(plans=True)
+        state = {**bench.state(4), "layers.1.weights/7": torch.zeros(8, 8)}
+        with pytest.raises(WeightLoadError) as caught:
+            session.load(SOURCES[source](state, tmp_path / str(number)))
+        assert caught.value.model_intact
+        bench.check_ended(session, caught.value)
+    bench.reload(bench.state(5), plans=True)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("layer", [1, 3])
+def test_a_hook_that_fails_on_what_was_taken_together_is_named(source, layer, tmp_path):
+    bench = known()
+    state = bench.state(4)
+    bench.framework.fail_hook((1, 3).index(layer))
+    session = bench.open(plans=True)
+    with pytest.raises(ProcessingError, match=f"layers.{layer}") as caught:
+        session.load(SOURCES[source](state, tmp_path / "c"))
+    bench.check_ended(session, caught.value)
+    assert session.state is SessionState.POISONED  # the linear layer before it was written
+    bench.reload(bench.state(5), plans=True)
+
+
+class Both(LoadingModel):
+    """One tensor of the checkpoint goes to a layer that is packed, and to one that is not."""
+
+    def __init__(self):
+        super().__init__(layers.RepackedLinear(), layers.Linear(), layers.Linear())
+
+    def store(self, name, tensor):
+        super().store(name, tensor)
+        if name.startswith("layers.0."):
+            super().store(name.replace("layers.0.", "layers.2."), tensor)
+
+    def checkpoint(self):
+        return {k: shape for k, shape in super().checkpoint().items() if "layers.2." not in k}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_tensor_that_goes_to_a_packed_layer_and_to_another_reaches_both(source, tmp_path):
+    bench = Bench(Both)
+    for seed in (2, 3, 4, 5):
+        state = bench.state(seed)
+        with bench.session(plans=True) as session:
+            session.load(SOURCES[source](state, tmp_path / str(seed)))
+        bench.serves = state
+        bench.check_finished(session)
+
+
+def test_large_runs_are_left_to_several_threads_where_there_are(monkeypatch, taken):
+    monkeypatch.setattr(bundle, "LARGE", 1)
+    monkeypatch.setattr(quick, "LARGE", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    bench = known()
+    for seed in (4, 5):
+        bench.reload(bench.state(seed), plans=True)
+    assert taken["together"] == []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    bench.reload(bench.state(6), plans=True)
+    assert taken["together"]
+
+
+def test_progress_is_told_between_what_is_taken_together():
+    bench = known()
+    bench.reload(bench.state(4), plans=True)
+    told = []
+    state = bench.state(5)
+    with bench.session(plans=True) as session:
+        session.load(state, progress=told.append)
+    assert told[-1].tensors == len(state)
+    assert told[-1].nbytes == sum(tensor.nbytes for tensor in state.values())
+
+
+def test_files_with_the_same_header_and_other_values(tmp_path):
+    """One run writes the same header again and again; what it means is looked up, its data is not."""
+    bench = known()
+    for seed in (4, 5, 6):
+        folder = write_folder(tmp_path / str(seed), bench.state(seed), files=2)
+        with bench.session(plans=True) as session:
+            session.load(Checkpoint(folder))
+        bench.serves = bench.state(seed)
+        bench.check_finished(session)
+
+
+def test_only_so_many_headers_are_remembered(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "_remembered", {})
+    monkeypatch.setattr(files, "_REMEMBERED", 1000)
+    state = {"weight": torch.arange(6.0)}
+    for number in range(40):
+        named = {f"{name}.{number}": tensor for name, tensor in state.items()}
+        checkpoint = Checkpoint(write_folder(tmp_path / str(number), named, files=1))
+        assert torch.equal(checkpoint[f"weight.{number}"], state["weight"])
+        assert sum(map(len, files._remembered)) <= 1000
+    assert files._remembered
+
+
+def test_a_model_that_was_opened_again_takes_the_same_calls_together(taken):
+    """What is known belongs to the plan, and not to the session that found it out."""
+    bench = known()
+    bench.reload(bench.state(4), plans=True)
+    first = taken["together"][:]
+    taken["together"].clear()
+    with WeightLoadSession(bench.model, plans=True) as session:
+        session.load(bench.state(5))
+    bench.serves = bench.state(5)
+    bench.check_finished(session)
+    assert first[-len(taken["together"]) :] == taken["together"]
