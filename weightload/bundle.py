@@ -254,16 +254,15 @@ class _Cutter:
         )
 
     def _fill(self, place: str, mine: list[tuple[str, Copy]]) -> Fill | None:
-        """Return what fills a place, ``None`` if that is not all of it, or something comes twice."""
-        regions: dict[Region, str | None] = {copy.region: name for name, copy in mine}
+        """Return what fills a place, ``None`` if that is not all of it."""
         count = sum(copy.count for _, copy in mine)
-        if len(regions) < len(mine) or count != math.prod(self._plan.places[place].shape):
+        if count != math.prod(self._plan.places[place].shape):
             return None
         return Fill(
             place=place,
             at=self._places[place],
             loader=mine[0][1].loader,
-            regions=regions,
+            regions={copy.region: name for name, copy in mine},
             count=count,
             nbytes=sum(copy.nbytes for _, copy in mine),
         )

@@ -189,6 +189,85 @@ def test_a_hook_that_fails_on_what_was_taken_together_is_named(source, layer, tm
     bench.reload(bench.state(5), plans=True)
 
 
+class Biased(layers.InPlaceLinear):
+    """Its hook writes the weight anew and lets another parameter be."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = layers.parameter(layers.WIDTH)
+
+    def process_weights_after_loading(self):
+        packed = self.weight.detach().flip(0).contiguous()
+        self.weight = torch.nn.Parameter(packed, requires_grad=False)
+
+    def forward(self, x):
+        return x @ self.weight.flip(0).t() + self.bias
+
+
+def test_a_loader_that_is_another_one_by_now_is_asked(taken):
+    bench = Bench(lambda: LoadingModel(Biased(), layers.Linear()))
+    for seed in (2, 3, 4):
+        bench.reload(bench.state(seed), plans=True)
+
+    def turned(place, tensor):
+        place.data.copy_(tensor.flip(0))
+
+    bench.model.layers[0].bias.weight_loader = turned
+    for seed in (5, 6):
+        state = bench.state(seed)
+        with bench.session(plans=True) as session:
+            session.load(state)
+        bench.serves = {**state, "layers.0.bias": state["layers.0.bias"].flip(0)}
+        bench.check_finished(session)
+
+
+class HalfTwice(Biased):
+    """Its loader writes the first half of the bias twice; the other half keeps its default."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = torch.nn.Parameter(torch.full((2, 4), 0.5), requires_grad=False)
+        layers.set_loader(self.bias, self.load_half)
+
+    def load_half(self, place, tensor):
+        place.data[0].copy_(tensor[0])
+        place.data[0].copy_(tensor[0])
+
+    def process_weights_after_loading(self):
+        super().process_weights_after_loading()
+        self.bias = torch.nn.Parameter(self.bias.detach() * 2, requires_grad=False)
+
+    def forward(self, x):
+        return x @ self.weight.flip(0).t() + self.bias.flatten()
+
+
+def test_what_is_written_twice_does_not_count_for_what_is_not_written(taken):
+    """As many elements are written as there are, and half of them keep their default."""
+    bench = Bench(lambda: LoadingModel(HalfTwice(), layers.Linear()))
+    for seed in (2, 3, 4, 5):
+        bench.reload(bench.state(seed), plans=True)
+        assert bench.model.layers[0].bias[1].tolist() == [1.0] * 4
+
+
+class Casting(Bench):
+    """Its checkpoints bring one tensor in another type."""
+
+    name = "layers.2.bias/1"
+
+    def state(self, seed):
+        state = super().state(seed)
+        return {**state, self.name: state[self.name].double()}
+
+
+def test_what_has_to_be_cast_comes_alone_and_the_rest_together(taken):
+    bench = Casting(model)
+    for seed in (2, 3, 4):
+        forget(taken)
+        bench.reload(bench.state(seed), plans=True)
+    together = list(itertools.chain(*taken["together"]))
+    assert sorted([*together, bench.name]) == sorted(bench.state(4))
+
+
 class Both(LoadingModel):
     """One tensor of the checkpoint goes to a layer that is packed, and to one that is not."""
 
