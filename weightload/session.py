@@ -28,7 +28,6 @@ from weightload.errors import (
     UsageError,
     WeightLoadError,
 )
-from weightload.express import Express
 from weightload.family import Draft, Family
 from weightload.filling import Filling
 from weightload.framework import Framework
@@ -40,9 +39,9 @@ from weightload.planning import uses_plans
 from weightload.processing import Processing
 from weightload.progress import Progress
 from weightload.quick import Quick
-from weightload.reading import Checkpoint, Place
+from weightload.reading import Checkpoint
 from weightload.receipt import Receipt
-from weightload.record import make_record, record_of
+from weightload.record import record_of
 from weightload.recorded import Recorded
 from weightload.registry import Role
 from weightload.replaying import Fetch
@@ -50,10 +49,10 @@ from weightload.reporting import LoadProgress, Reporter, size_of
 from weightload.scope import Scope
 from weightload.skeleton import Body
 from weightload.sources import pairs_of, unless_empty
-from weightload.staging import Area
 from weightload.states import Event, SessionState
 from weightload.transport import Buffers, Loans, Transport, buffers_of
 from weightload.verifying import Verification, Verify
+from weightload.ways import Ways
 
 __all__ = ["WeightLoadSession"]
 
@@ -62,6 +61,8 @@ Commit = Literal["stream", "atomic"]
 Version = str | int | None
 Publish = Callable[[Version, Version], object]
 Veto = Callable[[nn.Module], str | None]
+
+_UNPREPARED = "The session is not prepared; call prepare() first."
 
 
 class WeightLoadSession:
@@ -173,8 +174,7 @@ class WeightLoadSession:
         self._drafts = Draft.all_of(drafts, model)
         self._family: Family | None = None
         self._kind = "reload"
-        self._board: Board | None = None
-        self._processing: Processing | None = None
+        self._ways: Ways | None = None
         self._intake = Intake(manifest=None)
         self._lane = Lane()
         self._progress = Progress()
@@ -187,9 +187,6 @@ class WeightLoadSession:
         self._recorded: Recorded | None = None
         self._body: Body | None = None
         self._guarded = False
-        self._quick: Quick | None = None
-        self._whole = False
-        self._express: Express | None = None
         self._tell: Callable[..., None] | None = None
 
     def __repr__(self) -> str:
@@ -293,12 +290,13 @@ class WeightLoadSession:
 
     def _take_quickly(self, weights: Weights, *, lent: bool) -> Weights | None:
         """Take what needs nothing but copies; return what is left for the long way."""
-        if self._quick is None or self._whole:
+        quick = self._prepared().short
+        if quick is None:
             return weights
         with self._working():
             if not isinstance(weights, Collection):
                 pairs = self._intake.watched(weights)
-                return self._quick.take_each(pairs, self._lane, lent=lent)
+                return quick.take_each(pairs, self._lane, lent=lent)
             if type(weights) is dict:
                 names, tensors = [*weights], [*weights.values()]
             else:
@@ -307,7 +305,7 @@ class WeightLoadSession:
                     names, tensors = [name for name, _ in every], [tensor for _, tensor in every]
                 except (TypeError, ValueError):
                     return every
-            done = self._quick.take_all(names, tensors)
+            done = quick.take_all(names, tensors)
             return [*zip(names[done:], tensors[done:], strict=True)] or None
 
     def _take(self, weights: Weights, buffers: Buffers | None, *, each: bool) -> None:
@@ -439,9 +437,10 @@ class WeightLoadSession:
             CheckpointError: something does not fit, or is missing.
         """
         with self._gate.call("check", None), self._failing("check"):
-            if self._quick is not None and not self._whole:
+            quick = self._prepared().short
+            if quick is not None:
                 forms = {name: preflight.form_of(value) for name, value in weights.items()}
-                if self._quick.expects(forms, complete=complete):
+                if quick.expects(forms, complete=complete):
                     return
             with self._loading() as board:
                 preflight.check_set(board, self.model, self._intake, weights, complete=complete)
@@ -604,6 +603,10 @@ class WeightLoadSession:
         return None if self._body is None else self._body.skeleton.marks
 
     @property
+    def _board(self) -> Board | None:
+        return None if self._ways is None else self._ways.board
+
+    @property
     def _roots(self) -> list[nn.Module]:
         return [self.model, *(draft.model for draft in self._drafts)]
 
@@ -626,7 +629,7 @@ class WeightLoadSession:
     def _open(self) -> None:
         framework = self._family or self._framework
         if framework is None:
-            raise InvalidTransitionError("The session is not prepared; call prepare() first.")
+            raise InvalidTransitionError(_UNPREPARED)
         framework.adopt(self.model)
         record = record_of(self.model)
         self._kind = "initial" if record is None or record.framework is None else "reload"
@@ -646,83 +649,27 @@ class WeightLoadSession:
         if self._verify is not None:
             salt = str(self.version)
             self._intake.verification = Verification(mode=self._verify, salt=salt)
+        ways = self._ways = Ways(
+            model=self.model,
+            modules=self._modules,
+            framework=framework,
+            family=self._family,
+            intake=self._intake,
+            progress=self._progress,
+            scope=self.scope,
+            initial=self._kind == "initial",
+            commit=self._commit,
+            strict=self._strict,
+            staging_budget=self._staging_budget,
+            plans=self._plans,
+            recorded=self._recorded,
+            body=self._body,
+        )
         if self._kind == "reload":
             self._guarded = self._body is not None and self._body.guard(self)
             if not self._guarded:
                 ownership.guard_open(self, self._modules.values())
-        quick = self._quick = self._quick_way()
-        if quick is None:
-            self._open_board(self._modules)
-            self._whole = True
-        elif quick.part.modules and self.scope.is_full:
-            inside = {k: module for k, module in self._modules.items() if k in quick.part.modules}
-            board, processing = self._open_board(inside)
-            quick.prepared(board.express(quick.recorded, quick.body), processing.settle)
-
-    def _quick_way(self) -> Quick | None:
-        """Return the way without a board, if copies are all that this load can need."""
-        recorded, body = self._recorded, self._body
-        part = recorded.part if recorded is not None else None
-        if recorded is None or body is None or part is None or part.whole:
-            return None
-        wanted = self._intake.wanted or frozenset()
-        if (
-            self._commit != "stream"
-            or self._check_finite
-            or (ownership.poison_of(self.model) is not None and not self.scope.is_full)
-            or any(recorded.routes.get(name) is None for name in wanted)
-            or part.sources & wanted
-            or not Quick.fits(recorded, body)
-        ):
-            return None
-        return Quick(recorded, body, self._intake, self._progress.mark_dirty)
-
-    def _open_board(self, modules: Mapping[str, nn.Module]) -> tuple[Board, Processing]:
-        framework = self._family or self._framework or Framework()
-        strict = framework.captured(self.model) if self._strict is None else self._strict
-        board = self._board = Board(
-            mark_dirty=self._progress.mark_dirty,
-            framework=framework,
-            modules=dict(modules),
-            intake=self._intake,
-            initial=self._kind == "initial",
-            atomic=self._commit == "atomic",
-            scope=self.scope,
-            strict=strict,
-            area=Area(
-                budget=None if self._kind == "initial" else self._staging_budget,
-                dirty=self._progress.is_dirty,
-            ),
-        )
-        processing = self._processing = Processing(
-            board=board, progress=self._progress, stream=self._commit == "stream"
-        )
-        if self._family is not None:
-            self._family.again = board.arrivals.again
-        board.open()
-        if self._quick is not None:
-            return board, processing
-        plan = self._recorded if self._body is not None and self.scope.is_full else None
-        if plan is not None and self._body is not None:
-            self._express = board.express(plan, self._body)
-        elif self._plans and self.scope.is_full and self._family is None:
-            board.start_recording()
-        if self._plans and self.scope.is_full and (plan is None or plan.part is None):
-            board.judge()
-        return board, processing
-
-    def _open_rest(self, quick: Quick) -> None:
-        """Prepare the whole model after all, and tell the ledgers what has come so far."""
-        self._whole = True
-        with self._working():
-            if self._board is None:
-                board, _ = self._open_board(self._modules)
-            else:
-                board = self._board
-                board.extend(self._modules)
-        express = board.express(quick.recorded, quick.body)
-        quick.hand_over(express)
-        self._express = express if self.scope.is_full else None
+        ways.open()
 
     def _wanted(self, manifest: Mapping[str, Any] | None) -> frozenset[str] | None:
         """Return the names that a partial load brings.
@@ -741,17 +688,25 @@ class WeightLoadSession:
 
     def _opened(self) -> Board:
         """Return the board of the whole model; what was not needed so far is opened now."""
-        if self._quick is not None and not self._whole:
-            self._open_rest(self._quick)
-        if self._board is None:
-            raise InvalidTransitionError("The session is not prepared; call prepare() first.")
-        return self._board
+        ways = self._prepared()
+        quick = ways.short
+        if quick is not None:
+            ways.open_rest(quick, self._working)
+        if ways.board is None:
+            raise InvalidTransitionError(_UNPREPARED)
+        return ways.board
+
+    def _prepared(self) -> Ways:
+        if self._ways is None:
+            raise InvalidTransitionError(_UNPREPARED)
+        return self._ways
 
     def _process(self) -> Processing:
         self._opened()
-        if self._processing is None:
-            raise InvalidTransitionError("The session is not prepared; call prepare() first.")
-        return self._processing
+        processing = self._prepared().processing
+        if processing is None:
+            raise InvalidTransitionError(_UNPREPARED)
+        return processing
 
     # ------------------------------------------------------------------ loading
 
@@ -803,7 +758,7 @@ class WeightLoadSession:
             between = functools.partial(self._process().settle, self._family.shared)
         if self._tell is not None:
             between = self._then_tell(between, self._tell)
-        express = None if self._intake.lenient else self._express
+        express = None if self._intake.lenient else self._prepared().express
         return self._intake.feed(
             weights,
             loans=loans,
@@ -832,15 +787,16 @@ class WeightLoadSession:
         def tell(*, ended: bool = False) -> None:
             reporter.tell(len(intake.seen) - before[0], intake.nbytes - before[1], ended=ended)
 
+        ways = self._prepared()
         self._tell = tell
-        if self._quick is not None:
-            self._quick.tell = tell
+        if ways.quick is not None:
+            ways.quick.tell = tell
         try:
             yield
         finally:
             self._tell = None
-            if self._quick is not None:
-                self._quick.tell = None
+            if ways.quick is not None:
+                ways.quick.tell = None
             tell(ended=True)
 
     @staticmethod
@@ -853,41 +809,24 @@ class WeightLoadSession:
 
     def _check_files(self, forms: Mapping[str, Any]) -> None:
         """Check what is going to be read, as far as its headers tell, before anything is written."""
-        quick = self._quick_now()
+        quick = self._prepared().short
         if quick is None or not quick.expects(forms, complete=False):
             with self._loading() as board:
                 preflight.check_forms(board, self.model, self._intake, forms)
 
     def _filling(self, checkpoint: Checkpoint) -> Filling:
+        ways = self._prepared()
         return Filling(
             checkpoint,
-            quick=self._quick_now,
-            reserve=self._reserve,
-            ready=self._ready,
+            quick=lambda: ways.short,
+            reserve=ways.reserve,
+            ready=ways.ready,
             leaves=self._intake.leaves,
         )
 
-    def _quick_now(self) -> Quick | None:
-        """Return the way without a board, as long as the session is on it."""
-        return None if self._whole else self._quick
-
-    def _ready(self) -> bool:
-        """Whether a plan has brought all that something needs to be processed."""
-        quick = self._quick_now()
-        if quick is not None:
-            return quick.ready
-        return self._express is not None and self._express.ready
-
-    def _reserve(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> list[Place] | None:
-        """Return where a tensor has to be put, if a plan knows; see :meth:`Express.reserve`."""
-        quick = self._quick_now()
-        if quick is not None:
-            return quick.reserve(name, shape, dtype)
-        return None if self._express is None else self._express.reserve(name, shape, dtype)
-
     def _for_loaders(self, feed: Iterator[Any]) -> Iterator[Any] | None:
         """Return what the loaders get, ``None`` if a plan has taken everything."""
-        if self._express is None:
+        if self._prepared().express is None:
             return feed
         return unless_empty(feed)
 
@@ -919,7 +858,9 @@ class WeightLoadSession:
         """Check that everything came, run the hooks that are left, plan the commits."""
         if self._sealed:
             return
-        if self._quick is not None and not self._whole and self._seal_quickly(self._quick):
+        ways = self._prepared()
+        quick = ways.short
+        if quick is not None and self._seal_quickly(ways, quick):
             self._sealed = True
             return
         board, processing = self._opened(), self._process()
@@ -944,20 +885,22 @@ class WeightLoadSession:
             processing.plan_all()
         self._sealed = True
 
-    def _seal_quickly(self, quick: Quick) -> bool:
+    def _seal_quickly(self, ways: Ways, quick: Quick) -> bool:
         """Run the hooks that are left, if everything came; return whether it did."""
-        if not quick.complete or (self._board and self._board.completeness.missing()):
+        if not quick.complete or (ways.board and ways.board.completeness.missing()):
             return False
-        if self._processing is not None:
+        if ways.processing is not None:
             with self._working():
-                self._processing.rest()
-                self._processing.plan_all()
+                ways.processing.rest()
+                ways.processing.plan_all()
         return True
 
     def _finish(self) -> None:
         """Commit what is left, compare, and remember what this load taught."""
-        if self._quick is not None and not self._whole:
-            self._finish_quickly(self._quick)
+        ways = self._prepared()
+        quick = ways.short
+        if quick is not None:
+            self._finish_quickly(ways, quick)
             return
         board = self._opened()
         with self._working():
@@ -966,29 +909,13 @@ class WeightLoadSession:
         with self._progress.timed("verify"):
             board.verify()
             board.compare()
-        board.learning.learn()
-        root = make_record(self.model)
-        root.framework = self._framework
-        recorded = board.recorded(self.model)
-        if recorded is not None:
-            root.plan = None if self._kept else recorded
-        elif self._express is not None and self._express.stale:
-            root.plan = None  # the next load records another one
-        if root.plan is not None and not self._kept:
-            board.judged(root.plan)
-        if self._intake.seen:
-            part = self._intake.wanted is not None or self._kept
-            before = root.manifest if part and root.manifest is not None else {}
-            facts = self._intake.facts()
-            if self._family is not None:
-                facts = self._family.remember(facts)
-            root.manifest = {**before, **facts}
+        ways.remember(board, self._framework, kept=self._kept)
 
-    def _finish_quickly(self, quick: Quick) -> None:
+    def _finish_quickly(self, ways: Ways, quick: Quick) -> None:
         """Check that everything is where it was; nothing else can have changed."""
         with self._working():
-            if self._processing is not None:
-                self._processing.commit_all()
+            if ways.processing is not None:
+                ways.processing.commit_all()
             if self._framework is not None:
                 self._framework.after_processing(self.model)
         with self._progress.timed("verify"), collector.paused():
@@ -996,8 +923,8 @@ class WeightLoadSession:
             if changes:
                 raise StorageChangedError.during_load(changes)
             quick.compare()
-            if self._board is not None:
-                self._board.compare()
+            if ways.board is not None:
+                ways.board.compare()
 
     def _announce(self) -> None:
         """Record the version and tell it to everybody, whatever one of them raises."""
@@ -1105,7 +1032,8 @@ class WeightLoadSession:
     def _close(self) -> None:
         if vars(self.model).get(ownership.HOLDER) is self:
             del vars(self.model)[ownership.HOLDER]
-        self._express = None  # it knows the tensors, and a caller may keep the session
+        if self._ways is not None:
+            self._ways.express = None  # it knows the tensors, and a caller may keep the session
         if self._guarded and self._body is not None:
             self._body.let_compute()
         ownership.release(self, self._modules.values(), self._marks, guarded=not self._guarded)
@@ -1127,10 +1055,12 @@ class WeightLoadSession:
                 scope=self.scope,
                 intake=self._intake,
                 board=self._board,
-                quick=self._quick,
+                quick=None if self._ways is None else self._ways.quick,
                 progress=self._progress,
                 cause=cause,
                 error=error,
             )
-            self._modules, self._recorded, self._body, self._quick = {}, None, None, None
+            self._modules, self._recorded, self._body = {}, None, None
+            if self._ways is not None:
+                self._ways.let_go()
         return self.receipt
