@@ -16,6 +16,7 @@ from benchmarks.speed.measure import in_turn
 from benchmarks.speed.memory import facts
 from benchmarks.speed.packing import Floor
 from benchmarks.speed.table import Bound, Row, arm, seconds
+from weightload.files import File
 from weightload.reading import Checkpoint
 
 MUST = {"dense06": (0.40, 0.30), "deep": (0.15, 0.08)}
@@ -84,6 +85,10 @@ class Files:
         finally:
             os.close(handle)
 
+    def contents(self, number: int) -> File:
+        """Return what the round's file holds."""
+        return Checkpoint(self.folders[self.which(number)]).contents[0]
+
     def check(self, number: int, arm: str) -> str | None:
         """As the bench does, for the checkpoint of the round."""
         built = {"native": self.bench.native, "ours": self.bench.ours}.get(arm)
@@ -108,9 +113,17 @@ def c8(bench: Bench) -> Row:
         for number in (0, 1):
             made.ours(number)
         arms = {"native": made.native, "ours": made.ours, "L3": made.read}
-        if not bench.plain:
-            arms["floor"] = Floor(bench).run
-        series = in_turn(arms, bench.rounds, check=made.check)
+        floor = None if bench.plain else Floor(bench)
+        if floor is not None:
+            arms["floor"] = floor.run
+            arms["floor, reading"] = lambda n, floor=floor: floor.run_from(made.contents(n))
+
+        def check(number: int, arm: str) -> str | None:
+            if floor is not None and arm == "floor, reading":
+                return floor.differs(bench.wanted[made.which(number)])
+            return made.check(number, arm)
+
+        series = in_turn(arms, bench.rounds, check=check)
     native, read = series.ratio("ours", "native"), series.ratio("ours", "L3")
     row = Row(
         name=f"C8 {bench.shape}",
@@ -126,13 +139,15 @@ def c8(bench: Bench) -> Row:
         row.must = [Bound("of vLLM", native, must)]
         row.goal = [Bound("of vLLM", native, goal), Bound("of L3", read, 1.15)]
     else:
-        floor = series.ratio("ours", "floor")
-        row.limit += f", floor {arm(series, 'floor')}"
-        row.must, row.goal = (
-            [Bound("of the floor", floor, 1.15)],
-            [Bound("of the floor", floor, 1.08)],
+        ratio = series.ratio("ours", "floor, reading")
+        row.limit += f", floor {arm(series, 'floor, reading')} ({arm(series, 'floor')} from memory)"
+        row.must = [Bound("of the floor", ratio, 1.15)]
+        row.goal = [Bound("of the floor", ratio, 1.08)]
+        row.facts["of the floor that stages from memory"] = series.ratio("ours", "floor")
+        row.notes.append(
+            f"the floor reads each tensor to where it is staged and packs it there; weightload takes "
+            f"{series.ratio('ours', 'floor'):.2f} of the floor of C7, which reads no file"
         )
-        row.notes.append("the floor is that of C7, from memory: it stages what a reader would read")
     return row
 
 

@@ -7,6 +7,9 @@ place. What it gives is compared with the fresh model too.
 
 from __future__ import annotations
 
+import ctypes
+import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +20,7 @@ from benchmarks.speed.measure import Series
 from benchmarks.speed.memory import facts
 from benchmarks.speed.models import digest_of, linear_probe
 from benchmarks.speed.table import Bound, Row, arm
+from weightload.files import File
 
 FUSED = {
     "q_proj": "qkv_proj",
@@ -71,15 +75,34 @@ class Floor:
 
     def run(self, _: int) -> None:
         """Do it."""
+        self._run(torch.Tensor.copy_)
+
+    def run_from(self, file: File) -> None:
+        """Do the same with a file that holds the tensors: each is read to where it is staged."""
+        names = {id(tensor): name for name, tensor in self.bench.source.tensors.items()}
+        handle = os.open(file.path, os.O_RDONLY)
+        try:
+
+            def read(target: torch.Tensor, tensor: torch.Tensor) -> None:
+                header = file.headers[names[id(tensor)]]
+                place = (ctypes.c_char * header.nbytes).from_address(target.data_ptr())
+                if os.preadv(handle, [place], header.offset) != header.nbytes:
+                    raise OSError(f"{file.path} is too short")
+
+            self._run(read)
+        finally:
+            os.close(handle)
+
+    def _run(self, put: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
         for _, target, tensor in self.plain:
-            target.copy_(tensor)
+            put(target, tensor)
         for home, parts in self.linear.items():
             rows = sum(len(part) for part in parts)
             columns = parts[0].shape[1]
             stage = self.stage[: rows * columns].view(rows, columns)
             row = 0
             for part in parts:
-                stage[row : row + len(part)].copy_(part)
+                put(stage[row : row + len(part)], part)
                 row += len(part)
             self.packed[home] = _packed(stage)
         for layer, every in self.experts.items():
@@ -87,12 +110,12 @@ class Floor:
             half = every[0]["gate_proj"].shape[0]
             stage = self._staged(targets["w13_weight"])
             for number, one in every.items():
-                stage[number, :half].copy_(one["gate_proj"])
-                stage[number, half:].copy_(one["up_proj"])
+                put(stage[number, :half], one["gate_proj"])
+                put(stage[number, half:], one["up_proj"])
             torch.ops._C.prepack_moe_weight(stage, targets["w13_weight"], "vec")
             stage = self._staged(targets["w2_weight"])
             for number, one in every.items():
-                stage[number].copy_(one["down_proj"])
+                put(stage[number], one["down_proj"])
             torch.ops._C.prepack_moe_weight(stage, targets["w2_weight"], "vec")
 
     def _staged(self, target: torch.Tensor) -> torch.Tensor:
