@@ -86,6 +86,11 @@ class Quick:
         )
 
     @property
+    def calls(self) -> bool:
+        """Whether hooks of the model may have to run while tensors come."""
+        return self._express is not None
+
+    @property
     def ready(self) -> bool:
         """Whether something is complete and has to be processed."""
         return self._express is not None and self._express.ready

@@ -27,6 +27,10 @@ from weightload.storage import Look
 __all__ = ["Copy", "Part", "Recorded", "Route", "counts_of", "loader_of"]
 
 
+_KEPT = 20_000
+"""Names of bundles that are kept of any model; of a large one those of two loads."""
+
+
 @attrs.frozen(eq=False, repr=False)
 class Copy:
     """One write of a plan, made ready for a model.
@@ -197,6 +201,7 @@ class Recorded:
     pool: Pool = attrs.field(factory=Pool)
     routes: dict[str, Route | None] = attrs.field(factory=dict)
     bundles: dict[tuple[str, ...], Bundle] = attrs.field(factory=dict)
+    _kept: int = attrs.field(init=False, default=0)
     _skipped: frozenset[str] = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -219,10 +224,11 @@ class Recorded:
         return self.skeleton.body(model) if self.loads == loads_of(model) else None
 
     def keep(self, bundle: Bundle) -> None:
-        """Keep a bundle; all others go if there is more than two loads can have brought."""
-        kept = sum(len(other.names) for other in self.bundles.values())
-        if kept + len(bundle.names) > 2 * len(self.routes):
+        """Keep a bundle; all others go if there is more than a few loads can have brought."""
+        self._kept += len(bundle.names)
+        if self._kept > max(_KEPT, 2 * len(self.routes)):
             self.bundles.clear()
+            self._kept = len(bundle.names)
         self.bundles[bundle.names] = bundle
 
     def knows(self, name: str) -> bool:

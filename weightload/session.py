@@ -293,7 +293,7 @@ class WeightLoadSession:
         quick = self._prepared().short
         if quick is None:
             return weights
-        with self._working():
+        with self._working(calls=quick.calls or not isinstance(weights, Collection)):
             if not isinstance(weights, Collection):
                 pairs = self._intake.watched(weights)
                 return quick.take_each(pairs, self._lane, lent=lent)
@@ -717,10 +717,15 @@ class WeightLoadSession:
             yield board
 
     @contextmanager
-    def _working(self) -> Iterator[None]:
-        """Be in the state, and on the stream, that this session works in."""
+    def _working(self, *, calls: bool = True) -> Iterator[None]:
+        """Be in the state, and on the stream, that this session works in.
+
+        Args:
+            calls: whether code of the model or of a source may be called.
+        """
         framework = self._family or self._framework or Framework()
-        with ownership.entered(self), framework.ambient(self.model), self._lane.entered():
+        ambient = framework.ambient(self.model) if calls else torch.no_grad()
+        with ownership.entered(self), ambient, self._lane.entered():
             yield
 
     def _loans(self, buffers: Buffers | None, *, each: bool) -> Loans:

@@ -22,6 +22,7 @@ from weightload import (
     WeightLoadError,
     WeightLoadSession,
     WeightMismatchError,
+    recorded,
 )
 from weightload.testing import TOYS, Bench, LoadingModel, layers, loading
 
@@ -415,7 +416,8 @@ def test_a_call_that_comes_as_before_is_refused_where_the_scope_has_less():
     bench.check_ended(session, caught.value)
 
 
-def test_calls_that_never_come_again_are_not_kept_for_good():
+def test_calls_that_never_come_again_are_not_kept_for_good(monkeypatch):
+    monkeypatch.setattr(recorded, "_KEPT", 0)
     bench = known("everything")
     record = vars(bench.model)["_weightload_record"].plan
     for seed in range(30):
