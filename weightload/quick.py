@@ -62,7 +62,6 @@ class Quick:
         self._compared = set() if verification is None else verification.choose(recorded.routes)
         self._begins = verification is not None
         self._threads = torch.get_num_threads() > 1
-        self._threads = torch.get_num_threads() > 1
         self._runs = self._runs_to_move()
         self._batch = Batch()
         self._sent: list[tuple[Copy, int]] = []
@@ -172,10 +171,11 @@ class Quick:
         Returns:
             ``None`` if they cannot be taken together, or are not what they were.
         """
-        intake, recorded = self._intake, self.recorded
-        full = intake.verification is not None and intake.verification.mode == "full"
-        if not self._on_host or intake.wanted is not None or full:
+        intake, recorded, verification = self._intake, self.recorded, self._intake.verification
+        if not self._on_host or intake.wanted is not None:
             return None
+        if verification is not None and (shapes is not None or verification.mode == "full"):
+            return None  # each value is looked at, best just before it is moved
         key = tuple(names)
         try:
             found = recorded.bundles.get(key)

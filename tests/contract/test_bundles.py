@@ -17,6 +17,7 @@ from weightload import (
     IncompleteLoadError,
     ProcessingError,
     SessionState,
+    VerificationError,
     WeightLoadError,
     WeightLoadSession,
     bundle,
@@ -38,6 +39,10 @@ def model():
     return LoadingModel(
         layers.Linear(), loading.PackedStack(), loading.FusedLinear(), loading.PackedStack(2)
     )
+
+
+def plain():
+    return LoadingModel(layers.Linear(), loading.FusedLinear(), layers.Linear())
 
 
 @pytest.fixture
@@ -305,6 +310,28 @@ def test_large_runs_are_left_to_several_threads_where_there_are(monkeypatch, tak
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     bench.reload(bench.state(6), plans=True)
     assert taken["together"]
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("verify", ["sampled", "full"])
+@pytest.mark.parametrize("make", [model, plain])
+def test_what_is_taken_together_is_compared_all_the_same(source, verify, make, tmp_path):
+    """Somebody writes to a live tensor behind the session, after what it holds was moved there."""
+    bench = known(make)
+    bench.reload(bench.state(4), plans=True)
+    for number in range(2):
+        state = bench.state(5 + number)
+        session = bench.open(plans=True, verify=verify)
+        session.load(SOURCES[source](state, tmp_path / str(number)))
+        if number:
+            bench.model.layers[0].weight.data.add_(1)
+            with pytest.raises(VerificationError, match=r"layers\.0\.weight"):
+                session.finish()
+            continue
+        session.finish()
+        bench.serves = state
+        bench.check_finished(session)
+        assert session.receipt.verified["tensors"] >= (1 if verify == "sampled" else 5)
 
 
 def test_progress_is_told_between_what_is_taken_together():
