@@ -44,7 +44,8 @@ class Fill:
 
     Attributes:
         place: its qualified name.
-        at: its position in the skeleton, or a negative number if it is only there in a load.
+        at: its position in the skeleton, or a negative number if it is only there in a load; its
+            address is among those that are returned when the portion begins.
         loader: its own loader when the plan was recorded.
         regions: which source fills which part of it; no two parts have an element in common.
         count: its elements.

@@ -173,12 +173,15 @@ class Express:
         }
 
     def expects(self, fills: Sequence[Fill]) -> bool:
-        """Whether nothing has come yet for some tensors, and all is as it was recorded."""
-        entries = [self._entries[fill.place] for fill in fills]
-        return not any(
-            entry.ledger.touched or entry.gaps or not self._takes_writes(entry, fill)
-            for fill, entry in zip(fills, entries, strict=True)
-        )
+        """Whether nothing has come yet for some tensors, all is as it was recorded, and they fit."""
+        nbytes = 0
+        for fill in fills:
+            entry = self._entries[fill.place]
+            if entry.ledger.touched or entry.gaps or not self._takes_writes(entry, fill):
+                return False
+            if entry.staging is not None and not entry.staging.allocated:
+                nbytes += entry.staging.nbytes
+        return self._load.area.has_room(nbytes)
 
     def begin(self, fills: Sequence[Fill]) -> dict[int, int]:
         """Get ready for all that tensors take which are expected, and return their addresses."""

@@ -7,6 +7,7 @@ import math
 import operator
 import os
 import struct
+import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -154,15 +155,18 @@ def _meaning(text: bytes) -> tuple[Mapping[str, Header], int]:
 
     One training run writes the same header to each of its checkpoints, so it is remembered.
     """
-    known = _remembered.pop(text, None)
+    with _lock:
+        known = _remembered.pop(text, None)
     if known is None:
         known = _parsed(text)
-    _remembered[text] = known
-    while sum(map(len, _remembered)) > _REMEMBERED:
-        del _remembered[next(iter(_remembered))]
+    with _lock:
+        _remembered[text] = known
+        while sum(map(len, _remembered)) > _REMEMBERED:
+            del _remembered[next(iter(_remembered))]
     return known
 
 
+_lock = threading.Lock()
 _remembered: dict[bytes, tuple[Mapping[str, Header], int]] = {}
 """What headers mean, the one that was asked for last at the end."""
 

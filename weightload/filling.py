@@ -63,7 +63,7 @@ class Filling:
         self._reserve = reserve
         self._ready = ready
         self._leaves = leaves
-        self._scratch = _kept.pop() if _kept else torch.empty(0, dtype=torch.uint8)
+        self._scratch = _kept.pop() if _kept else torch.empty(0, dtype=torch.uint8, device="cpu")
         self._bounce = Bounce()
 
     def __iter__(self) -> Iterator[Any]:
@@ -143,7 +143,7 @@ class Filling:
         if dtype is None:
             return self._checkpoint[name]
         if self._scratch.numel() < header.nbytes:
-            self._scratch = torch.empty(header.nbytes, dtype=torch.uint8)
+            self._scratch = torch.empty(header.nbytes, dtype=torch.uint8, device="cpu")
         place = self._scratch[: header.nbytes].view(dtype).view(header.shape)
         read_pieces(handle, file, [(header.offset, header.nbytes, place.data_ptr())])
         return place

@@ -78,6 +78,7 @@ class Learning:
                 with watching, unit.births:
                     hook.run()
         finally:
+            unit.births.reads = None
             for key, value in writes.before.items():
                 unit.take_back(loose[key], value)
         if self._load.judging:

@@ -8,6 +8,7 @@ import functools
 import re
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ _ATOMS = (
     torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, torch.finfo,
     torch.iinfo, type(threading.Lock()), type(threading.RLock()),
 )  # fmt: skip
-_COMMON = frozenset(_ATOMS)
+_COMMON = frozenset(map(id, _ATOMS))
 _CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
 _CALLABLES = (functools.partial, types.FunctionType, types.MethodType)
 _BUILTIN_METHODS = (types.BuiltinMethodType, types.MethodWrapperType)
@@ -45,7 +46,7 @@ class Place(NamedTuple):
 
 def is_atom(value: Any) -> bool:
     """Whether ``value`` holds no tensor and no foreign resource."""
-    if type(value) in _COMMON:
+    if id(type(value)) in _COMMON:  # those of what is most often asked about
         return True
     if isinstance(value, _BUILTIN_METHODS):
         return isinstance(value.__self__, type(None) | types.ModuleType | type)
@@ -140,21 +141,35 @@ def _attribute_places(value: Any, found: dict[Key, Place]) -> None:
             found["attribute", name] = Place(
                 f".{name}", item, functools.partial(mine.__setitem__, name)
             )
-    for cls, name, slot in _slots_of(type(value)):  # type: ignore[arg-type]
+    for at, name in _slots_of(type(value)):
+        cls = type(value).__mro__[at]
+        slot = vars(cls)[name]
         try:
             item = slot.__get__(value)
         except AttributeError:  # a slot that was never filled
             continue
         put = functools.partial(slot.__set__, value)
-        found["slot", (cls, name)] = Place(f".{name}", item, put)
+        found["slot", (cls.__qualname__, name)] = Place(f".{name}", item, put)
 
 
-@functools.lru_cache(maxsize=1024)
-def _slots_of(cls: type) -> list[tuple[str, str, types.MemberDescriptorType]]:
-    """Return the slots of a class with the names of the classes that they are of."""
+_slots: weakref.WeakKeyDictionary[type, list[tuple[int, str]]] = weakref.WeakKeyDictionary()
+
+
+def _slots_of(cls: type) -> list[tuple[int, str]]:
+    """Return the slots of a class: which of its bases each is of, and its name."""
+    try:
+        found = _slots.get(cls)
+    except TypeError:  # classes of this kind cannot be remembered
+        return _find_slots(cls)
+    if found is None:
+        found = _slots[cls] = _find_slots(cls)
+    return found
+
+
+def _find_slots(cls: type) -> list[tuple[int, str]]:
     return [
-        (base.__qualname__, name, slot)
-        for base in cls.__mro__
+        (at, name)
+        for at, base in enumerate(cls.__mro__)
         if "__slots__" in vars(base)
         for name, slot in vars(base).items()
         if isinstance(slot, types.MemberDescriptorType)

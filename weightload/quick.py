@@ -60,11 +60,12 @@ class Quick:
         self._on_host = body.skeleton.on_host
         verification = intake.verification
         self._compared = set() if verification is None else verification.choose(recorded.routes)
-        self._begins = verification is not None
+        self._first_to_come = verification is not None
         self._threads = torch.get_num_threads() > 1
         self._runs = self._runs_to_move()
         self._batch = Batch()
         self._sent: list[tuple[Copy, int]] = []
+        self._handed_over = False
         self.tell: Callable[[], None] | None = None
 
     def prepared(self, express: Express, between: Callable[[], None]) -> None:
@@ -136,7 +137,7 @@ class Quick:
         if (
             route is None
             or not route.reads
-            or self._begins
+            or self._first_to_come
             or name in self._compared
             or dtype is not route.dtype
             or shape != route.shape
@@ -177,10 +178,9 @@ class Quick:
         if verification is not None and (shapes is not None or verification.mode == "full"):
             return None  # each value is looked at, best just before it is moved
         key = tuple(names)
-        try:
-            found = recorded.bundles.get(key)
-        except TypeError:  # not every name is a text
+        if not all(type(name) is str for name in key):
             return None
+        found = recorded.bundles.get(key)
         if found is None or found.threads != self._threads:
             owners = {} if self._express is None else self._express.owners
             found = Bundle.of(key, recorded, owners, threads=self._threads)
@@ -199,10 +199,8 @@ class Quick:
         Returns:
             ``None`` if each of its tensors has to be looked at; nothing was done then.
         """
-        if self._begins and portion.facts:
-            self._compare_also(next(iter(portion.facts)))
-        if portion.single or (portion.fills and not self._compared.isdisjoint(portion.facts)):
-            return None
+        if portion.single or (portion.fills and self._intake.verification is not None):
+            return None  # in layers with hooks it is chosen by place what is compared
         express, addresses = self._express, self.body.addresses
         if portion.fills and (express is None or not express.expects(portion.fills)):
             return None
@@ -234,6 +232,8 @@ class Quick:
             portions = [Portion(0, len(names))]
         else:
             return 0
+        if self._first_to_come and names:
+            self._compare_also(names[0])
         for portion in portions:
             addresses = self.begin(portion)
             if addresses is not None:
@@ -241,16 +241,25 @@ class Quick:
                 portion.move(tensors, addresses)
                 self.end(portion)
                 self._settle()
-                continue
-            for at in range(portion.start, portion.stop):
-                route = self.recorded.routes[names[at]]
-                if route is None or not self._do(names[at], tensors[at], route):
-                    self._flush()
-                    return at
-                if self.tell is not None:
-                    self.tell()
+            else:
+                done = self._take_singly(portion, names, tensors)
+                if done < portion.stop:
+                    return done
+            if self._handed_over:
+                return portion.stop
         self._flush()
         return len(names)
+
+    def _take_singly(self, portion: Portion, names: Sequence[Any], tensors: Sequence[Any]) -> int:
+        """Take the tensors of a portion one by one; return the position behind the last."""
+        for at in range(portion.start, portion.stop):
+            route = self.recorded.routes[names[at]]
+            if route is None or self._handed_over or not self._do(names[at], tensors[at], route):
+                self._flush()
+                return at
+            if self.tell is not None:
+                self.tell()
+        return portion.stop
 
     def _all_fit(self, names: Sequence[Any], tensors: Sequence[Any]) -> bool:
         pairs = zip(names, tensors, strict=True)
@@ -297,6 +306,8 @@ class Quick:
             try:
                 name, tensor = pair
             except (TypeError, ValueError):
+                return _with_first(pair, rest)
+            if self._handed_over:
                 return _with_first(pair, rest)
             route = self._route(name, tensor)
             on_host = route is not None and self._on_host and tensor.is_cpu
@@ -345,13 +356,13 @@ class Quick:
         wanted = self._intake.wanted
         if wanted is not None and name not in wanted:
             return None
-        if self._begins:
+        if self._first_to_come:
             self._compare_also(name)
         return route
 
     def _compare_also(self, name: str) -> None:
         """Let the first one be looked at, whichever it is."""
-        self._begins = False
+        self._first_to_come = False
         self._compared.add(name)
 
     def _do(self, name: str, tensor: torch.Tensor, route: Route) -> bool:
@@ -418,6 +429,8 @@ class Quick:
 
     def hand_over(self, express: Express) -> None:
         """Tell the ledgers of the whole model, now that they are there, what has come so far."""
+        self._flush()
+        self._handed_over = True
         express.enter(self._intake.seen, self._sent)
 
     def counts(self) -> Counts:

@@ -29,7 +29,7 @@ from weightload.files import (
     stamp_of,
 )
 
-__all__ = ["Checkpoint", "Forms", "Piece", "Place", "opened", "read_pieces"]
+__all__ = ["Checkpoint", "Forms", "Piece", "Place", "dtype_of", "opened", "read_pieces"]
 
 _TYPES = {
     "BOOL": "bool",
@@ -115,7 +115,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         dtype = dtype_of(header)
         if dtype is None:
             return _by_library(name, header, file)
-        found = torch.empty(header.shape, dtype=dtype)
+        found = torch.empty(header.shape, dtype=dtype, device="cpu")
         with opened(file) as handle:
             read_pieces(handle, file, [(header.offset, header.nbytes, found.data_ptr())])
         return found

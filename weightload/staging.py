@@ -149,6 +149,10 @@ class Area:
         own = [one.nbytes for one in self._waiting.values() if one.name == staging.name]
         return bool(sizes) and sum(sizes) + sum(own) + staging.nbytes > limit
 
+    def has_room(self, nbytes: int) -> bool:
+        """Whether the budget allows to stage so many bytes more."""
+        return self.budget is None or self._staged + nbytes <= self.budget
+
     def host(self, staging: Staging, host: torch.Tensor) -> None:
         """Stage something in its live tensor's own memory."""
         staging.allocate_in(host)

@@ -6,6 +6,8 @@ one is moved unseen.
 """
 
 import itertools
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from weightload import (
     express,
     files,
     quick,
+    reporting,
 )
 from weightload.testing import Bench, LoadingModel, layers, loading
 
@@ -192,6 +195,85 @@ def test_a_hook_that_fails_on_what_was_taken_together_is_named(source, layer, tm
     bench.check_ended(session, caught.value)
     assert session.state is SessionState.POISONED  # the linear layer before it was written
     bench.reload(bench.state(5), plans=True)
+
+
+class Widened(loading.PackedStack):
+    """Its hook packs to another type, so that nothing can wait in live memory."""
+
+    def __init__(self):
+        super().__init__(2)
+
+    def process_weights_after_loading(self):
+        super().process_weights_after_loading()
+        self.weights = torch.nn.Parameter(self.weights.detach().double(), requires_grad=False)
+        self.gates = torch.nn.Parameter(self.gates.detach().double(), requires_grad=False)
+
+    def forward(self, x):
+        return super().forward(x.double()).float()
+
+
+@pytest.mark.parametrize("source", ["mapping", "list", "file"])
+@pytest.mark.parametrize("plans", [True, False])
+def test_what_a_stream_of_single_tensors_can_keep_to_is_kept_to(source, plans, tmp_path):
+    """Layers come as a chain: one begins before the last one ends, so that two wait at a time."""
+    count, size = 6, 4 * layers.WIDTH * layers.WIDTH * 4
+    bench = Bench(lambda: LoadingModel(*(Widened() for _ in range(count))))
+    parts = [[name for name in bench.state(2) if f"layers.{n}." in name] for n in range(count)]
+    chain = parts[0][:3]
+    for before, after in itertools.pairwise(parts):
+        chain += [*after[:3], before[3]]
+    chain.append(parts[-1][3])
+    for seed in (2, 3, 4, 5):
+        state = bench.state(seed)
+        state = {name: state[name] for name in chain}
+        with bench.session(plans=plans, staging_budget=2 * size) as session:
+            session.load(SOURCES[source](state, tmp_path / str(seed)))
+        bench.serves = state
+        bench.check_finished(session)
+        assert session.receipt.staging_peak_bytes == 2 * size
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("source", ["mapping", "list", "iterator", "file"])
+def test_a_layer_that_is_processed_early_does_not_lose_what_comes_after_it(
+    source, together, tmp_path, monkeypatch
+):
+    """A listener says that a layer is complete; from there on the whole model is watched."""
+    if not together:
+        monkeypatch.setattr(quick.Quick, "bundle", lambda *_: None)
+    monkeypatch.setattr(reporting, "EVERY", 0.0)
+    bench = Bench(lambda: LoadingModel(layers.Linear(), layers.InPlaceLinear(), layers.Linear()))
+    for seed in (2, 3, 4):
+        bench.reload(bench.state(seed), plans=True)
+    for seed in (5, 6):
+        state, called = bench.state(seed), []
+        session = bench.open(plans=True)
+
+        def tell(progress, session=session, called=called):
+            if progress.tensors >= 2 and not called:
+                called.append(session.process_quant(bench.model.layers[1]))
+
+        made = SOURCES.get(source, lambda state, path: iter(list(state.items())))
+        session.load(made(state, tmp_path / str(seed)), progress=tell)
+        session.finish()
+        bench.serves = state
+        bench.check_finished(session)
+        assert called
+
+
+def test_a_sample_of_what_is_taken_together_is_as_large_as_of_a_stream():
+    bench = Bench(lambda: LoadingModel(*(Biased() for _ in range(100))))
+    for seed in (2, 3, 4):
+        bench.reload(bench.state(seed), plans=True)
+    compared = {}
+    for source in ("mapping", "iterator"):
+        compared[source] = 0
+        for version in range(6):
+            state = bench.state(5)
+            with bench.session(plans=True, verify="sampled", version=version) as session:
+                session.load(state if source == "mapping" else iter(state.items()))
+            compared[source] += session.receipt.verified["tensors"]
+    assert compared["mapping"] == compared["iterator"] >= 6
 
 
 class Biased(layers.InPlaceLinear):
@@ -366,6 +448,48 @@ def test_only_so_many_headers_are_remembered(tmp_path, monkeypatch):
         assert torch.equal(checkpoint[f"weight.{number}"], state["weight"])
         assert sum(map(len, files._remembered)) <= 1000
     assert files._remembered
+
+
+class Slow(dict):
+    """Lets other threads run while somebody goes over it."""
+
+    def __iter__(self):
+        for key in super().__iter__():
+            time.sleep(0.001)
+            yield key
+
+
+def test_headers_are_read_by_several_threads_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "_remembered", Slow())
+    monkeypatch.setattr(files, "_REMEMBERED", 300)
+    folders = [write_folder(tmp_path / str(n), {f"w{n}": torch.ones(n)}, files=1) for n in range(8)]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda n: [*Checkpoint(folders[n % 8])], range(100)))
+    assert found == [[f"w{n % 8}"] for n in range(100)]
+
+
+class Liar:
+    """Equals a name, and is none."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def __hash__(self):
+        return hash(self.name)
+
+    def __eq__(self, other):
+        return self.name == other
+
+
+def test_what_only_equals_a_name_is_no_name():
+    bench = known(plain)
+    for _ in range(2):
+        state = [(Liar(name), tensor) for name, tensor in bench.state(4).items()]
+        session = bench.open(plans=True)
+        with pytest.raises(WeightLoadError) as caught:
+            session.load(state)
+        bench.check_ended(session, caught.value)
+        assert caught.value.model_intact
 
 
 def test_a_model_that_was_opened_again_takes_the_same_calls_together(taken):

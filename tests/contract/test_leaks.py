@@ -21,7 +21,7 @@ from weightload import (
     planning,
     start_reload,
 )
-from weightload.testing import TOYS, Bench
+from weightload.testing import TOYS, Bench, LoadingModel, layers
 
 
 class SourceFailure(Exception):
@@ -206,3 +206,30 @@ def test_many_sessions_leave_no_tensor_and_no_object_behind(toy, monkeypatch):
     *_, before, after = counts
     assert after[:3] == before[:3], "tensors, storages, bytes"
     assert after[3] <= before[3] + 2, "objects: two for the list of counts itself"
+
+
+made_classes = []
+
+
+class MakingKernel(layers.InPlaceLinear):
+    """Its hook makes a class for its kernel, as compilers do; the class knows layer and table."""
+
+    def process_weights_after_loading(self):
+        super().process_weights_after_loading()
+        kernel = type(
+            "Kernel", (), {"table": torch.ones(3), "layer": self, "__slots__": ("scale",)}
+        )
+        made_classes.append(weakref.ref(kernel))
+        self.kernel = kernel()
+        self.kernel.scale = 2.0
+
+
+def test_classes_that_hooks_make_are_let_go_with_the_model():
+    made_classes.clear()
+    bench = Bench(lambda: LoadingModel(MakingKernel(), layers.Linear()))
+    for seed in (2, 3, 4):
+        bench.reload(bench.state(seed), plans=True)
+    assert any(made() is not None for made in made_classes)
+    del bench
+    gc.collect()
+    assert all(made() is None for made in made_classes)

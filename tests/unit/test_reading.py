@@ -123,6 +123,13 @@ def test_a_look_up_in_a_file_that_was_changed_is_refused(tmp_path):
         checkpoint["weight"]
 
 
+def test_tensors_of_files_are_on_the_host_whatever_the_default_device_is(tmp_path):
+    file = tmp_path / "one.safetensors"
+    safetensors_torch.save_file({"weight": torch.tensor([1.0, 2.0])}, file)
+    with torch.device("meta"):
+        assert Checkpoint(file)["weight"].tolist() == [1.0, 2.0]
+
+
 class Stream:
     """Stands for the events of a device that has done a copy when it is waited for."""
 
