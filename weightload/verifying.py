@@ -24,7 +24,7 @@ __all__ = ["SAMPLE", "Verification", "Verify"]
 Verify = Literal["sampled", "full"]
 SAMPLE = 64
 """A sampled verification looks at one of so many source tensors, and of so many units."""
-_WINDOW = 1 << 16
+_WINDOW = 1 << 14
 """It looks at so many bytes of a source tensor, and of each place where that goes."""
 
 
@@ -49,11 +49,16 @@ class Verification:
     units: int = 0
     nbytes: int = 0
     in_parts: bool = False
+    _seed: int = attrs.field(init=False)
     _kinds: set[str] = attrs.field(factory=set)
     _sent: dict[int, tuple[Entry, dict[Region, tuple[int, tuple[int, ...]]]]] = attrs.field(
         factory=dict
     )
     _problems: list[str] = attrs.field(factory=list)
+
+    def __attrs_post_init__(self) -> None:
+        """Begin what decides about each name with what is the same for all of them."""
+        self._seed = zlib.crc32(f"{self.salt} ".encode())
 
     def wants(self, name: str, kind: str = "") -> bool:
         """Whether what is called ``name`` is looked at; the first of each kind always is."""
@@ -62,7 +67,7 @@ class Verification:
         return first or self._chosen(name)
 
     def _chosen(self, name: str) -> bool:
-        return self.mode == "full" or zlib.crc32(f"{self.salt} {name}".encode()) % SAMPLE == 0
+        return self.mode == "full" or zlib.crc32(name.encode(), self._seed) % SAMPLE == 0
 
     def choose(self, names: Iterable[str]) -> set[str]:
         """Return the names that are looked at even if they are not the first of their kind."""
@@ -74,7 +79,7 @@ class Verification:
 
     def _window(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a part of a tensor, always the same of tensors of one shape and size."""
-        number = zlib.crc32(f"{self.salt} {tuple(tensor.shape)}".encode())
+        number = zlib.crc32(f"{tuple(tensor.shape)}".encode(), self._seed)
         for dim in range(tensor.dim()):
             size, nbytes = tensor.shape[dim], tensor.numel() * tensor.element_size()
             if nbytes <= _WINDOW:
@@ -164,6 +169,7 @@ class Verification:
 
 def _small_digest(tensor: torch.Tensor) -> int:
     """Return 64 bits that depend on every byte of a tensor, by one call for what is small."""
-    host = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    plain = tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+    host = tensor if plain else tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     octets = (ctypes.c_char * host.nbytes).from_address(host.data_ptr()) if host.nbytes else b""
     return int.from_bytes(hashlib.sha1(octets, usedforsecurity=False).digest()[:8], "little")
