@@ -13,7 +13,7 @@ import torch
 
 from weightload.files import File
 from weightload.lanes import accelerator
-from weightload.reading import Piece, read_pieces
+from weightload.reading import Handle, Piece, read_pieces
 
 __all__ = ["Bounce"]
 
@@ -34,7 +34,7 @@ class Bounce:
         self._events: list[Any] = [None, None]
         self._turn = 0
 
-    def fill(self, handle: int, file: File, pieces: Iterable[tuple[int, torch.Tensor]]) -> None:
+    def fill(self, handle: Handle, file: File, pieces: Iterable[tuple[int, torch.Tensor]]) -> None:
         """Read pieces of one file into memory of a device; the copies may still be under way then.
 
         Args:

@@ -14,7 +14,15 @@ from weightload.bounce import Bounce
 from weightload.bundle import Bundle
 from weightload.files import File, Header
 from weightload.quick import Quick
-from weightload.reading import Checkpoint, Piece, Place, dtype_of, opened, read_pieces
+from weightload.reading import (
+    Checkpoint,
+    Handle,
+    Piece,
+    Place,
+    dtype_of,
+    opened,
+    read_pieces,
+)
 from weightload.sources import FILLED
 
 __all__ = ["Filling", "Reserve"]
@@ -73,7 +81,7 @@ class Filling:
         """
         for file, bundle in zip(self._checkpoint.contents, self._bundles, strict=True):
             if file.headers:
-                with opened(file) as handle:
+                with opened(file, whole=True) as handle:
                     yield from self._file(handle, file, bundle)
         if self._scratch.numel() <= _KEPT and not _kept:
             _kept.append(self._scratch)  # after a failure somebody might still look at it
@@ -83,7 +91,7 @@ class Filling:
         """Whether all files are known to hold what a plan expects."""
         return all(bundle is not None for bundle in self._bundles)
 
-    def _file(self, handle: int, file: File, bundle: Bundle | None) -> Iterator[Any]:
+    def _file(self, handle: Handle, file: File, bundle: Bundle | None) -> Iterator[Any]:
         if bundle is None:
             yield from self._each(handle, file, file.headers.items())
             return
@@ -100,7 +108,7 @@ class Filling:
             yield FILLED
 
     def _each(
-        self, handle: int, file: File, tensors: Iterable[tuple[str, Header]]
+        self, handle: Handle, file: File, tensors: Iterable[tuple[str, Header]]
     ) -> Iterator[Any]:
         places: list[tuple[int, Place]] = []
         waiting = 0
@@ -124,7 +132,7 @@ class Filling:
         if places:
             yield self._fill(handle, file, places)
 
-    def _fill(self, handle: int, file: File, places: list[tuple[int, Place]]) -> Any:
+    def _fill(self, handle: Handle, file: File, places: list[tuple[int, Place]]) -> Any:
         host: list[Piece] = []
         device: list[tuple[int, torch.Tensor]] = []
         for offset, place in places:
@@ -138,7 +146,7 @@ class Filling:
         return FILLED
 
     def _lent(
-        self, handle: int, file: File, name: str, header: Header, dtype: torch.dtype | None
+        self, handle: Handle, file: File, name: str, header: Header, dtype: torch.dtype | None
     ) -> torch.Tensor:
         if dtype is None:
             return self._checkpoint[name]

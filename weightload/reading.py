@@ -1,8 +1,8 @@
 """Reads tensors of safetensors files, each straight into memory that is there already.
 
-Files are read and not mapped: a file that is cut short while it is read gives an error and no signal
-that ends the process, and no page is mapped only to be copied once. Neighbours in the file go into
-their places with one ``preadv`` call, whatever number of places that is. Reads follow the order of the
+A file that is cut short while it is read gives an error and no signal that ends the process: it is mapped
+only where nobody can do that meanwhile (see :mod:`weightload.mapped`), and read otherwise. Then
+neighbours in the file go into their places with one ``preadv`` call, whatever number of places that is. Reads follow the order of the
 file, in steps of some MiB: that is what the system's own read-ahead is made for. Reading ahead by
 threads, or by advice to the system, was measured and lost, with the file in the page cache and without
 (docs/how-to/files.md has the figures).
@@ -28,8 +28,10 @@ from weightload.files import (
     safetensors_of,
     stamp_of,
 )
+from weightload.mapped import Mapped
+from weightload.moving import move
 
-__all__ = ["Checkpoint", "Forms", "Piece", "Place", "dtype_of", "opened", "read_pieces"]
+__all__ = ["Checkpoint", "Forms", "Handle", "Piece", "Place", "dtype_of", "opened", "read_pieces"]
 
 _TYPES = {
     "BOOL": "bool",
@@ -54,6 +56,8 @@ _TYPES = {
 _DTYPES = {name: getattr(torch, ours) for name, ours in _TYPES.items() if hasattr(torch, ours)}
 _MOST = os.sysconf("SC_IOV_MAX") if "SC_IOV_MAX" in os.sysconf_names else 16
 """How many places one call may fill."""
+_WORTH_MAPPING = 1 << 20
+"""Bytes from which on a look at a file's pages is worth its while."""
 
 
 class Place(NamedTuple):
@@ -166,27 +170,67 @@ def dtype_of(header: Header) -> torch.dtype | None:
     return _DTYPES.get(header.dtype)
 
 
+class Handle:
+    """A file that is open to be read.
+
+    Args:
+        number: the system's, of the open file.
+        nbytes: its size.
+        maps: whether it may be mapped.
+    """
+
+    def __init__(self, number: int, nbytes: int, *, maps: bool) -> None:
+        self.number = number
+        self.nbytes = nbytes
+        self._mapped: Mapped | None = None
+        self._maps = maps
+
+    def mapped(self, begin: int, end: int) -> int | None:
+        """Return where the file is in memory, if these bytes of it can be copied from there."""
+        if end - begin < _WORTH_MAPPING or not self._maps:
+            return None
+        if self._mapped is None:
+            self._mapped = Mapped.of(self.number, self.nbytes)
+        if self._mapped is None or not self._mapped.holds(begin, end):
+            self.close()
+            return None
+        return self._mapped.address
+
+    def close(self) -> None:
+        """Look at the file by reading it from now on."""
+        self._maps = False
+        if self._mapped is not None:
+            self._mapped.close()
+            self._mapped = None
+
+
 @contextmanager
-def opened(file: File) -> Iterator[int]:
+def opened(file: File, *, whole: bool = False) -> Iterator[Handle]:
     """Open a file to read from it, and see that it stays as it was.
+
+    Args:
+        file: what it holds.
+        whole: whether so much of it is going to be read that it is worth mapping.
 
     Raises:
         CheckpointFileError: it cannot be opened, or has changed since its header was read, or while
             the block ran.
     """
     try:
-        handle = os.open(file.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        number = os.open(file.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
     except OSError as error:
         raise _broken(file, f"it cannot be opened ({error})") from error
+    handle = Handle(number, file.stamp[1], maps=whole)
     try:
-        _check_stamp(handle, file)
+        _check_stamp(number, file)
         yield handle
-        _check_stamp(handle, file)
+        _check_stamp(number, file)
     finally:
-        os.close(handle)
+        handle.close()
+        os.close(number)
 
 
-def read_pieces(handle: int, file: File, pieces: Iterable[Piece]) -> None:
+def read_pieces(handle: Handle, file: File, pieces: Iterable[Piece]) -> None:
     """Read pieces of one file into memory of the host, which is written wherever they say.
 
     Args:
@@ -198,20 +242,29 @@ def read_pieces(handle: int, file: File, pieces: Iterable[Piece]) -> None:
     Raises:
         CheckpointFileError: the file ends before a piece does, or cannot be read.
     """
+    pieces = [piece for piece in pieces if piece[1]]
+    if not pieces:
+        return
+    first = min(offset for offset, _, _ in pieces)
+    last = max(offset + nbytes for offset, nbytes, _ in pieces)
+    memory = handle.mapped(first, last) if last <= handle.nbytes else None
+    if memory is not None:
+        for offset, nbytes, address in pieces:
+            move(address, memory + offset, nbytes)
+        return
+    number = handle.number
     spans: list[tuple[int, int]] = []
     start = end = stop = 0
     for offset, nbytes, address in pieces:
-        if not nbytes:
-            continue
         if offset != end or len(spans) == _MOST:
-            _read(handle, file, spans, start)
+            _read(number, file, spans, start)
             spans, start = [(address, nbytes)], offset
         elif address == stop:
             spans[-1] = spans[-1][0], spans[-1][1] + nbytes
         else:
             spans.append((address, nbytes))
         end, stop = offset + nbytes, address + nbytes
-    _read(handle, file, spans, start)
+    _read(number, file, spans, start)
 
 
 def _read(handle: int, file: File, spans: list[tuple[int, int]], at: int) -> None:

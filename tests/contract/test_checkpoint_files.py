@@ -7,6 +7,9 @@ nevertheless.
 
 import os
 import random
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
@@ -22,8 +25,11 @@ from weightload import (
     UnexpectedWeightError,
     WeightLoadSession,
     WeightMismatchError,
+    bundle,
     filling,
+    mapped,
     reading,
+    reporting,
 )
 from weightload.testing import TOYS, Bench, LoadingModel, ToyModel, layers, loading
 
@@ -57,10 +63,13 @@ def places(monkeypatch):
     return found
 
 
+@pytest.mark.parametrize("maps", [False, True])
 @pytest.mark.parametrize("plans", [True, False])
 @pytest.mark.parametrize("commit", COMMITS)
 @pytest.mark.parametrize("toy", TOYS)
-def test_loads_from_files_equal_fresh_loads(toy, commit, plans, tmp_path):
+def test_loads_from_files_equal_fresh_loads(toy, commit, plans, maps, tmp_path, monkeypatch):
+    if maps:  # where the system has what that takes
+        monkeypatch.setattr(reading, "_WORTH_MAPPING", 0)
     bench = Bench(TOYS[toy])
     for seed in (2, 3, 4):
         folder = write_folder(tmp_path / str(seed), shuffled(bench.state(seed), seed))
@@ -292,6 +301,43 @@ def test_a_read_that_fails_names_the_file_and_the_tensor_and_poisons(
     assert session.state is SessionState.POISONED
     bench.check_ended(session, caught.value)
     bench.reload(bench.state(4))
+
+
+def test_a_file_that_is_cut_short_while_it_is_mapped_ends_no_process(tmp_path, monkeypatch):
+    """The writer waits, is noticed before the next look at the file, and goes on then."""
+    monkeypatch.setattr(reading, "_WORTH_MAPPING", 0)
+    monkeypatch.setattr(bundle, "_AT_ONCE", 1)
+    monkeypatch.setattr(reporting, "EVERY", 0.0)
+    bench = Bench(lambda: ToyModel(*(layers.Linear() for _ in range(20))))
+    for seed in (2, 3):
+        bench.reload(bench.state(seed), plans=True)
+    file = write(tmp_path / "model.safetensors", bench.state(4))
+    code = "import sys; f = open(sys.argv[1], 'r+b'); f.truncate(100); f.flush()"
+    cutters, looks, holds = [], [], mapped.Mapped.holds
+
+    def looked(self, begin, end):
+        looks.append(holds(self, begin, end))
+        return looks[-1]
+
+    def cut(progress):
+        if not cutters and (progress.tensors == 5 or not looks):
+            cutters.append(subprocess.Popen([sys.executable, "-c", code, str(file)]))
+            time.sleep(1)
+
+    monkeypatch.setattr(mapped.Mapped, "holds", looked)
+    session = bench.open(plans=True)
+    try:
+        session.load(Checkpoint(file), progress=cut)
+    except CheckpointFileError as error:  # it was cut before the rest of it was read
+        assert session.state is SessionState.POISONED
+        bench.check_ended(session, error)
+    else:
+        session.finish()
+        bench.serves = bench.state(4)
+        bench.check_finished(session)
+    assert looks in ([], [True] * 5 + [False])
+    assert cutters[0].wait(20) == 0
+    bench.reload(bench.state(5), plans=True)
 
 
 def test_more_neighbours_than_one_call_can_fill_and_short_reads(tmp_path, monkeypatch):
