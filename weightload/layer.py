@@ -384,12 +384,8 @@ class Unit:
         self._end()
 
     def _end(self) -> None:
-        live = {
-            id(tensor)
-            for module in self.modules.values()
-            for _, _, tensor in slots_of(module)
-            if self.fresh
-        }
+        mine = self.modules.values() if self.fresh else ()
+        live = {id(tensor) for module in mine for _, _, tensor in slots_of(module)}
         for entry in self.entries:
             entry.closed = entry.closed or self.staged
         stagings = list(self._stagings.values())

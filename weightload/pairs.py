@@ -143,14 +143,15 @@ class Pairs:
 
         A value that lies in memory which another copy overwrites is set aside first.
         """
-        written = {storage_key(live) for live, _ in self.copies} - {None}
+        copies = [(live, new) for live, new in self.copies if live.numel()]
+        written = {storage_key(live) for live, _ in copies} - {None}
         nbytes = 0
         with torch.no_grad():
             sources = [
                 new.detach().clone() if storage_key(new) in written else new.detach()
-                for _, new in self.copies
+                for _, new in copies
             ]
-            for (live, _), source in zip(self.copies, sources, strict=True):
+            for (live, _), source in zip(copies, sources, strict=True):
                 _write(live.detach(), source)
                 nbytes += live.numel() * live.element_size()
         return nbytes
