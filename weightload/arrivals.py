@@ -379,4 +379,5 @@ class Arrivals:
             self._trial = None
         for entry, region in self._expected:
             entry.gaps = without(entry.ledger.shape, entry.gaps or (), [region])
+            entry.expected = True
         self._expected.clear()

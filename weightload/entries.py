@@ -44,6 +44,7 @@ class Entry:
         closed: whether its unit was processed, so that nothing more may arrive.
         sources: what the last complete load filled it with: source name by region.
         kept: whether it stayed away, and keeps its value, as the scope allows.
+        expected: whether some of it, which a load may leave out, was announced by this one.
     """
 
     names: list[str]
@@ -59,6 +60,7 @@ class Entry:
     closed: bool = False
     sources: dict[Region, str | None] = attrs.field(factory=dict)
     kept: bool = False
+    expected: bool = False
 
     @property
     def packed(self) -> bool:

@@ -130,6 +130,10 @@ def _copies(recorded: Recorded, name: str) -> Sequence[Copy]:
 def _routed(recorded: Recorded, name: str, entries: Mapping[str, Entry]) -> bool:
     """Whether a name goes to its places by copies, wherever it goes."""
     route = recorded.route(name, entries)
-    return route is not None and not any(
-        meet(copy.region, gap) for copy in route.copies for gap in entries[copy.place].gaps or ()
+    if route is None:
+        return False
+    places = [(copy, entries[copy.place]) for copy in route.copies]
+    return not any(
+        entry.expected or any(meet(copy.region, gap) for gap in entry.gaps or ())
+        for copy, entry in places
     )

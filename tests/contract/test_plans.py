@@ -360,17 +360,19 @@ def test_what_nobody_takes_costs_the_same_for_each_name_however_many_there_are()
     """Of 500,000 expert tensors a rank may own 8,000."""
     spent = {}
     for count in (2_000, 16_000):
-        model = Picking()
         state = {f"other.{number}": torch.zeros(1) for number in range(count)}
         state["mine"] = torch.ones(2)
-        times = []
-        for _ in range(3):
-            begin = time.thread_time()
-            with WeightLoadSession(model, plans=True) as session:
-                session.load(state)
-            times.append(time.thread_time() - begin)
-        spent[count] = times[1]  # the first that uses the plan
-    assert model.weight.tolist() == [1.0, 1.0]
+        firsts = []
+        for _ in range(3):  # what else the process does at the moment takes time as well
+            model, times = Picking(), []
+            for _ in range(3):
+                begin = time.thread_time()
+                with WeightLoadSession(model, plans=True) as session:
+                    session.load(state)
+                times.append(time.thread_time() - begin)
+            assert model.weight.tolist() == [1.0, 1.0]
+            firsts.append(times[1])  # the first that uses the plan
+        spent[count] = min(firsts)
     assert spent[16_000] < 24 * spent[2_000]  # eight times as many; looking through all is 64
 
 

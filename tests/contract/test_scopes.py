@@ -1,5 +1,7 @@
 """A load brings exactly what it promised: everything, or these names, and nothing is left half new."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -15,6 +17,7 @@ from weightload import (
     WeightLoadError,
     WeightLoadSession,
     WeightMismatchError,
+    planning,
     poison_of,
     weights_version,
 )
@@ -459,6 +462,17 @@ def test_an_optional_tensor_that_came_before_is_waited_for(commit):
         session.check(forms, complete=True)  # without the scale, for which there is a default
         session.load(bench.state(5))
     check_equal(bench.model, bench.factory, bench.state(5))
+
+
+@pytest.mark.parametrize("plans", list(itertools.product((True, False), repeat=4)))
+def test_an_optional_tensor_is_waited_for_whichever_loads_use_plans(plans):
+    """It comes from the second load on, so that the plan that knows it is not that of the first."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(planning.MODE, "on" if plans[0] else "off")
+        bench = Bench(lambda: LoadingModel(layers.Linear(), layers.DefaultScaleLinear()))
+    for number, uses in enumerate(plans[1:], 2):
+        scale = {"layers.1.scale": torch.tensor([float(number)])}
+        bench.reload({**bench.state(number), **scale}, plans=uses)
 
 
 @pytest.mark.parametrize("commit", COMMITS)
