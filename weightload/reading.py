@@ -57,7 +57,7 @@ _DTYPES = {name: getattr(torch, ours) for name, ours in _TYPES.items() if hasatt
 _MOST = os.sysconf("SC_IOV_MAX") if "SC_IOV_MAX" in os.sysconf_names else 16
 """How many places one call may fill."""
 _WORTH_MAPPING = 1 << 20
-"""Bytes from which on a look at a file's pages is worth its while."""
+"""Bytes of a piece, on average, from which on it is quicker to look at a file's pages."""
 
 
 class Place(NamedTuple):
@@ -187,7 +187,7 @@ class Handle:
 
     def mapped(self, begin: int, end: int) -> int | None:
         """Return where the file is in memory, if these bytes of it can be copied from there."""
-        if end - begin < _WORTH_MAPPING or not self._maps:
+        if not self._maps:
             return None
         if self._mapped is None:
             self._mapped = Mapped.of(self.number, self.nbytes)
@@ -247,7 +247,8 @@ def read_pieces(handle: Handle, file: File, pieces: Iterable[Piece]) -> None:
         return
     first = min(offset for offset, _, _ in pieces)
     last = max(offset + nbytes for offset, nbytes, _ in pieces)
-    memory = handle.mapped(first, last) if last <= handle.nbytes else None
+    worth = last - first >= _WORTH_MAPPING * len(pieces) and last <= handle.nbytes
+    memory = handle.mapped(first, last) if worth else None
     if memory is not None:
         for offset, nbytes, address in pieces:
             move(address, memory + offset, nbytes)
