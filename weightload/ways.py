@@ -188,6 +188,8 @@ class Ways:
             root.plan = None if kept else recorded
         elif self.express is not None and self.express.stale:
             root.plan = None  # the next load records another one
+        elif root.plan is not None and not all(map(root.plan.knows, self.intake.seen)):
+            root.plan = None  # hooks may have found, without a plan, what they did not know then
         if root.plan is not None and not kept:
             board.judged(root.plan)
         if self.intake.seen:

@@ -135,6 +135,18 @@ class Attention(nn.Module):
         return x * self.weight * self.calibrated * self.k_factor
 
 
+def test_a_load_without_plans_of_what_a_plan_does_not_know_ends_the_plan():
+    """The hook was spared because it did the same in two loads; in this one it does something else."""
+    weight = {"layers.0.weight": number(1.0, 2.0)}
+    optional = Scope.full(allow_missing=["*.k_scale"])
+    live = Live(lambda: Net(Attention()), weight, scope=optional)
+    layer = live.model.layers[0]
+    both = {**weight, "layers.0.k_scale": number(0.5)}
+    for sent, plans, factor in ((weight, True, 1.0), (both, False, 0.5), (weight, True, 1.0)):
+        live.reload(sent, plans=plans)
+        assert layer.k_factor == factor
+
+
 @pytest.mark.holds("I03")
 def test_a_calibrated_scale_is_kept_and_a_default_one_comes_back(commit):
     """The engine calibrated one after the first load: no checkpoint brings it, so it stays. The
