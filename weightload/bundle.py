@@ -48,7 +48,6 @@ class Fill:
             address is among those that are returned when the portion begins.
         loader: its own loader when the plan was recorded.
         regions: which source fills which part of it; no two parts have an element in common.
-        count: its elements.
         nbytes: its size.
     """
 
@@ -56,7 +55,6 @@ class Fill:
     at: int
     loader: object
     regions: dict[Region, str | None]
-    count: int
     nbytes: int
 
 
@@ -264,6 +262,5 @@ class _Cutter:
             at=self._places[place],
             loader=mine[0][1].loader,
             regions={copy.region: name for name, copy in mine},
-            count=count,
             nbytes=sum(copy.nbytes for _, copy in mine),
         )

@@ -148,17 +148,11 @@ class Express:
             if not self._fits(copy, entry):
                 return None
         intake.take(name, None, route.fact, route.nbytes)
-        found, load, guard = [], self._load, unwatched()
+        found, guard = [], unwatched()
         try:
             for copy, entry in zip(route.copies, entries, strict=True):
-                if entry.staging is None:
-                    load.mark_dirty()
-                elif not entry.staging.allocated:
-                    self._arrivals.stage(entry.staging, self.recorded.pool)
-                watched, address = entry.watched, 0
-                if watched is not None:
-                    address = watched.hold.data_ptr() + watched.base_offset * dtype.itemsize
-                found.append(copy.reserve(entry.tensor, address))
+                self._prepare(entry)
+                found.append(copy.reserve(entry.tensor, _address(entry)))
                 self._note(name, copy, entry)
         finally:
             del guard
@@ -189,14 +183,8 @@ class Express:
         try:
             for fill in fills:
                 entry = self._entries[fill.place]
-                if entry.staging is None:
-                    self._load.mark_dirty()
-                elif not entry.staging.allocated:
-                    self._arrivals.stage(entry.staging, self.recorded.pool)
-                watched = entry.watched
-                if watched is not None:
-                    first = watched.base_offset * entry.tensor.element_size()
-                    found[fill.at] = watched.hold.data_ptr() + first
+                self._prepare(entry)
+                found[fill.at] = _address(entry)
         finally:
             del guard
         return found
@@ -257,14 +245,18 @@ class Express:
             checked = self._checked[what.place] = same and not entry.shared.names
         return checked
 
+    def _prepare(self, entry: Entry) -> None:
+        """Let a tensor be written: give it memory, or note that live memory is written."""
+        if entry.staging is None:
+            self._load.mark_dirty()
+        elif not entry.staging.allocated:
+            self._arrivals.stage(entry.staging, self.recorded.pool)
+
     def _do(self, name: str, copy: Copy, entry: Entry, tensor: torch.Tensor) -> None:
-        load, guard = self._load, unwatched()  # what is known
+        guard = unwatched()  # what is known
         try:
-            if entry.staging is None:
-                load.mark_dirty()
-            elif not entry.staging.allocated:
-                self._arrivals.stage(entry.staging, self.recorded.pool)
-            watched, verification = entry.watched, load.intake.verification
+            self._prepare(entry)
+            watched, verification = entry.watched, self._load.intake.verification
             if verification is not None and not entry.packed:
                 target = copy.target(entry.tensor)
                 verification.note(entry, copy.region, target, copy.source(tensor))
@@ -275,7 +267,7 @@ class Express:
                 and watched is not None
                 and watched.hold.device.type == "cpu"
             ):
-                first = watched.hold.data_ptr() + watched.base_offset * tensor.itemsize
+                first = _address(entry)
                 move(first + copy.to, tensor.data_ptr() + copy.start, copy.nbytes)
                 if verification is None and not entry.gaps:
                     self._begun[copy.place] = entry, first
@@ -290,3 +282,11 @@ class Express:
         entry.ledger.fill(copy.region, name, copy.count)
         if entry.readers:
             self._arrivals.note_ready(entry)
+
+
+def _address(entry: Entry) -> int:
+    """Return where the first element of a watched tensor is; 0 if it is not watched."""
+    watched = entry.watched
+    if watched is None:
+        return 0
+    return watched.hold.data_ptr() + watched.base_offset * entry.tensor.element_size()

@@ -21,7 +21,8 @@ __all__ = ["Mapped"]
 try:
     import fcntl
 
-    _SET_LEASE, _GET_LEASE, _SET_SIGNAL = fcntl.F_SETLEASE, fcntl.F_GETLEASE, 10
+    _SET_LEASE, _GET_LEASE = fcntl.F_SETLEASE, fcntl.F_GETLEASE
+    _SET_SIGNAL = 10  # F_SETSIG, which the module has no name for
     _READ, _NONE = fcntl.F_RDLCK, fcntl.F_UNLCK
     _syscall = ctypes.CDLL(None).syscall
     _syscall.restype = ctypes.c_long
@@ -37,8 +38,6 @@ _LONG_ENOUGH = 5
 _MOUNTS = Path("/proc/self/mountinfo")
 _CACHESTAT = 451
 """Number of the system's call, on every kind of processor, since Linux 6.5."""
-
-
 _PAGE = mmap.PAGESIZE
 
 

@@ -177,9 +177,9 @@ class Quick:
             return None
         if verification is not None and (shapes is not None or verification.mode == "full"):
             return None  # each value is looked at, best just before it is moved
-        key = tuple(names)
-        if not all(type(name) is str for name in key):
+        if not {str}.issuperset(map(type, names)):
             return None
+        key = tuple(names)
         found = recorded.bundles.get(key)
         if found is None or found.threads != self._threads:
             owners = {} if self._express is None else self._express.owners

@@ -247,8 +247,8 @@ def read_pieces(handle: Handle, file: File, pieces: Iterable[Piece]) -> None:
         return
     first = min(offset for offset, _, _ in pieces)
     last = max(offset + nbytes for offset, nbytes, _ in pieces)
-    worth = last - first >= _WORTH_MAPPING * len(pieces) and last <= handle.nbytes
-    memory = handle.mapped(first, last) if worth else None
+    worth = sum(nbytes for _, nbytes, _ in pieces) >= _WORTH_MAPPING * len(pieces)
+    memory = handle.mapped(first, last) if worth and last <= handle.nbytes else None
     if memory is not None:
         for offset, nbytes, address in pieces:
             move(address, memory + offset, nbytes)

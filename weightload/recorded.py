@@ -225,7 +225,8 @@ class Recorded:
 
     def keep(self, bundle: Bundle) -> None:
         """Keep a bundle; all others go if there is more than a few loads can have brought."""
-        self._kept += len(bundle.names)
+        if bundle.names not in self.bundles:
+            self._kept += len(bundle.names)
         if self._kept > max(_KEPT, 2 * len(self.routes)):
             self.bundles.clear()
             self._kept = len(bundle.names)
