@@ -33,8 +33,8 @@ def test_a_server_is_updated_over_http_also_while_it_generates(run_case):
     assert "HTTPError: 500" in told
     assert (served, version) == ("A", "default")
     assert steps == {label: [None, want, label] for label, want in STEPS.items()}
-    reason, tokens, _ = case["request, abort"]
-    assert reason == "abort"
+    reason, tokens, under_way = case["request, abort"]
+    assert (reason, under_way) == ("abort", False)
     assert tokens < 412, "it was not done"
     assert case["request, wait"] == ["length", 412, False]
     assert case["request, keep"] == ["length", 412, True]

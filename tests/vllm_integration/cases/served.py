@@ -153,7 +153,9 @@ def run(folder):
         request.start()
         time.sleep(0.15)
         server.post("pause", params={"mode": mode})
-        under_way = not ended
+        # What "abort" and "wait" end is answered, over another connection than the pause's own.
+        request.join(1 if mode == "keep" else 60)
+        under_way = request.is_alive()
         small.source = Checkpoint(path)
         small.send_weights(f"paused by {mode}")
         server.post("resume")
