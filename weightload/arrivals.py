@@ -97,12 +97,22 @@ class Arrivals:
         That is memory of the live tensor, if it may be, and of a pool otherwise.
         """
         if self._load.area.hosts(staging) and staging.host is not None:
-            self._load.mark_dirty()
-            # Loaders that write it write the twin.
-            self.guards.lend(staging, staging.host)
-            self._load.area.host(staging, staging.host)
+            self.host(staging)
         else:
             self._load.area.allocate_from(staging, pool)
+            self._watch_again(staging)
+
+    def host(self, staging: Staging) -> None:
+        """Give twins the memory of the live tensor that is to be their host."""
+        if staging.host is None:
+            return
+        self._load.mark_dirty()
+        # Loaders that write it write the twin.
+        self.guards.lend(staging, staging.host)
+        self._load.area.host(staging, staging.host)
+        self._watch_again(staging)
+
+    def _watch_again(self, staging: Staging) -> None:
         for twin in staging.twins:
             entry = self._load.by_tensor.get(id(twin))
             if entry is not None and entry.watched is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 
 import torch
@@ -21,6 +22,7 @@ from weightload.layer import Hook, Unit
 from weightload.learning import Learning
 from weightload.partial import select_units
 from weightload.parts import find_part
+from weightload.pieces import Pieces
 from weightload.rebound import ReboundAttributes
 from weightload.record import (
     Slot,
@@ -139,14 +141,19 @@ class Board:
         return Recorded.of(self._load.scribe.plan(self._load), model, self._load)
 
     def judge(self) -> None:
-        """Look which hooks do the same whatever is loaded, for :meth:`judged`."""
+        """Look which hooks do the same whatever is loaded, for :meth:`judged`; before :meth:`open`."""
         self._load.judging = not self._load.initial
 
     def judged(self, recorded: Recorded) -> None:
         """Enter into a plan which part of the model needs more than copies; this load has finished."""
         if self._load.judging and recorded.part is None:
             entries = {name: entry for entry in self._load.entries for name in entry.names}
-            recorded.part = find_part(self.units, self._members, self._load, recorded, entries)
+            find = functools.partial(
+                find_part, self.units, self._members, self._load, recorded, entries
+            )
+            recorded.part = find()
+            if not recorded.part.whole and any(unit.pieced for unit in self.units):
+                recorded.in_pieces = find(in_pieces=True)
             recorded.hosts, recorded.landings = find_memory(self.units, self._load)
 
     # ------------------------------------------------------------------ opening
@@ -173,6 +180,9 @@ class Board:
 
     def _open(self, modules: Mapping[str, nn.Module]) -> None:
         hooks = find_hooks(modules, self.framework, initial=self._load.initial)
+        for hook in hooks if self._load.judging else ():
+            if hook.rule.pieces is not None:
+                hook.converts = hook.rule.pieces(hook.module)
         self.hooks += hooks
         self.hooks.sort(key=order_of)
         if not self._load.initial or self.framework.requires_all:
@@ -284,8 +294,7 @@ class Board:
         """Put the live state of ``unit`` back, of which nothing has arrived."""
         for hook in unit.hooks:
             hook.attempted = hook.done = True
-        unit.restore()
-        unit.committed = True
+        unit.put_back()
         self._no_longer_stale(unit)
         for entry in unit.entries:
             self.arrivals.end(entry)
@@ -341,6 +350,37 @@ class Board:
         self._load.counts.layers_staged += 1
         self._no_longer_stale(unit)
         for entry in entries:
+            self.arrivals.end(entry)
+
+    def go_on(self, pieces: Pieces) -> None:
+        """Let modules be finished in pieces of which pieces have been processed already.
+
+        What loaders bring of the others from now on, they write where it is processed.
+        """
+        begun = pieces.modules
+        for entry in self._load.entries:
+            place, (module, section, name) = entry.names[0], entry.slots[0]
+            if place not in pieces or pieces.pieced[place].module not in begun:
+                continue
+            unit = self._members[id(module)]
+            if entry.staging is not None and not entry.staging.allocated:
+                entry.staging.host = unit.live_tensor(module, section, name)
+                self.arrivals.host(entry.staging)
+            unit.pieces = pieces
+
+    def finish_pieces(self, unit: Unit) -> None:
+        """Process the pieces that are left of a unit that is complete, and end it."""
+        if unit.pieces is None:
+            return
+        for hook in unit.hooks:
+            hook.attempted = True
+        unit.pieces.finish(unit.pieces.rest_of(unit.hooks[0].name))
+        for hook in unit.hooks:
+            hook.done = True
+        unit.pieces = None
+        unit.put_back()
+        self._no_longer_stale(unit)
+        for entry in unit.entries:
             self.arrivals.end(entry)
 
     def _no_longer_stale(self, unit: Unit) -> None:

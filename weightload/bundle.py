@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, count
 from operator import attrgetter, eq, is_, methodcaller
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from torch import nn
 
 from weightload.ledger import Region
 from weightload.moving import LARGE, move
+from weightload.pieces import AT_ONCE, MOST, Chunk, Pieced, pieces_of, runs_of
 from weightload.record import SourceFact
 from weightload.staging import BUCKET
 
@@ -34,6 +36,7 @@ PLAIN = frozenset((torch.Tensor, nn.Parameter))
 """Types of tensors that are nothing but memory."""
 _AT_ONCE = 256
 """Runs that are moved without a look at anything else, such as an interrupt."""
+_ALIGNED = 64
 _WORTH_A_LOOK = 64 << 20
 """Bytes after which somebody may want to know how far this is."""
 
@@ -71,7 +74,8 @@ class Portion:
         runs: for each run of bytes the position of its tensor from ``start`` on, the place, the first
             byte there, the first byte in the source and the number of bytes.
         live: the places that are written where they are.
-        fills: the others.
+        fills: the others that are staged as a whole.
+        chunks: pieces that are processed at the end of the portion.
     """
 
     start: int
@@ -82,6 +86,7 @@ class Portion:
     runs: list[tuple[int, int, int, int, int]] = attrs.field(factory=list)
     live: frozenset[int] = frozenset()
     fills: list[Fill] = attrs.field(factory=list)
+    chunks: list[Chunk] = attrs.field(factory=list)
 
     def move(self, tensors: Sequence[torch.Tensor], addresses: Addresses) -> None:
         """Move all runs.
@@ -122,6 +127,7 @@ class Bundle:
         dtypes: theirs.
         portions: what has to be done for them.
         threads: whether large runs were left to several threads.
+        pieced: the tensors that are processed in pieces, by qualified name.
     """
 
     names: tuple[str, ...]
@@ -129,6 +135,7 @@ class Bundle:
     dtypes: list[torch.dtype]
     portions: list[Portion]
     threads: bool
+    pieced: Mapping[str, Pieced]
 
     @classmethod
     def of(
@@ -136,6 +143,7 @@ class Bundle:
         names: tuple[str, ...],
         recorded: Recorded,
         owners: Mapping[str, object],
+        pieced: Mapping[str, Pieced],
         *,
         threads: bool,
     ) -> Bundle | None:
@@ -145,6 +153,7 @@ class Bundle:
             names: what comes.
             recorded: the plan.
             owners: for each place that may be staged what it is processed with.
+            pieced: the places that are processed in pieces.
             threads: whether large runs are better left to several threads.
         """
         routes = [recorded.routes.get(name) for name in names]
@@ -155,8 +164,9 @@ class Bundle:
             names=names,
             shapes=[route.shape for route in known],
             dtypes=[route.dtype for route in known],
-            portions=_Cutter(names, known, recorded, owners, threads).portions(),
+            portions=_Cutter(names, known, recorded, owners, pieced, threads).portions(),
             threads=threads,
+            pieced=pieced,
         )
 
     @property
@@ -177,7 +187,7 @@ class Bundle:
 
 
 class _Cutter:
-    """Cuts what comes into portions, each of which fills all of whatever it stages."""
+    """Cuts what comes into portions, each of which fills all of the tensors, or pieces, it begins."""
 
     def __init__(
         self,
@@ -185,6 +195,7 @@ class _Cutter:
         routes: Sequence[Route],
         recorded: Recorded,
         owners: Mapping[str, object],
+        pieced: Mapping[str, Pieced],
         threads: bool,
     ) -> None:
         self._names, self._routes = names, routes
@@ -192,25 +203,27 @@ class _Cutter:
         self._places = dict(recorded.skeleton.places)
         for place in owners:  # what hooks take away is not there between loads
             self._places.setdefault(place, -1 - len(self._places))
-        self._owners, self._threads = owners, threads
+        self._owners, self._pieced, self._threads = owners, pieced, threads
+        self._numbers = count(-1 - len(self._places), -1)
 
     def portions(self) -> list[Portion]:
         """Return them."""
         found: list[Portion] = []
-        left = Counter(copy.place for route in self._routes for copy in self._staged(route))
-        waiting: set[str] = set()
+        begun = [[*self._begins(route)] for route in self._routes]
+        left = Counter(chain.from_iterable(begun))
+        waiting: set[object] = set()
         start = size = 0
         for at, route in enumerate(self._routes):
             alone = not all(map(self._moves, route.copies))
             if alone and not waiting and start < at:
                 found.append(self._portion(start, at))
                 start = at
-            ends = alone
-            for copy in self._staged(route):
-                left[copy.place] -= 1
-                (waiting.add if left[copy.place] else waiting.discard)(copy.place)
-                ends = True
+            for one in begun[at]:
+                left[one] -= 1
+                (waiting.add if left[one] else waiting.discard)(one)
             size = route.nbytes + (size if start < at else 0)
+            ends = alone or any(copy.place in self._owners for copy in route.copies)
+            ends = ends or (bool(begun[at]) and size >= AT_ONCE)
             if not waiting and (ends or size >= _WORTH_A_LOOK or at + 1 - start >= _AT_ONCE):
                 found.append(self._portion(start, at + 1))
                 start = at + 1
@@ -218,8 +231,13 @@ class _Cutter:
             found.append(self._portion(start, len(self._routes)))
         return found
 
-    def _staged(self, route: Route) -> list[Copy]:
-        return [copy for copy in route.copies if copy.place in self._owners]
+    def _begins(self, route: Route) -> Iterator[object]:
+        """Yield what a tensor fills, or helps to fill, and is filled by one portion if possible."""
+        for copy in route.copies:
+            if copy.place in self._owners:
+                yield copy.place
+            elif copy.place in self._pieced:
+                yield from ((copy.place, piece) for piece in pieces_of(copy))
 
     def _moves(self, copy: Copy) -> bool:
         """Whether a write is a run of bytes that one thread moves."""
@@ -240,17 +258,55 @@ class _Cutter:
         )
         if len(whole) < len(made) or crowded or not all(self._moves(copy) for _, copy in copies):
             return Portion(start, stop)
+        chunks = self._chunks([copy for _, copy in copies if copy.place in self._pieced])
+        if chunks is None:
+            return Portion(start, stop)
         places = self._places
+        homes = {
+            (chunk.at, piece): chunk.place
+            for chunk in chunks
+            for piece in range(chunk.first, chunk.stop)
+        }
+
+        def home(copy: Copy) -> int:
+            at = places[copy.place]
+            return homes[at, copy.region[0][0]] if copy.place in self._pieced else at
+
         return Portion(
             start=start,
             stop=stop,
             single=False,
             nbytes=sum(route.nbytes for route in routes),
             facts={name: route.fact for name, route in zip(names, routes, strict=True)},
-            runs=[(at, places[c.place], c.to, c.start or 0, c.nbytes) for at, c in copies],
-            live=frozenset(places[c.place] for _, c in copies if c.place not in fills),
+            runs=[(at, home(c), c.to, c.start or 0, c.nbytes) for at, c in copies],
+            live=frozenset(
+                places[c.place]
+                for _, c in copies
+                if c.place not in fills and c.place not in self._pieced
+            ),
             fills=whole,
+            chunks=chunks,
         )
+
+    def _chunks(self, copies: Sequence[Copy]) -> list[Chunk] | None:
+        """Return the pieces that writes fill, ``None`` if that is not all of each, or too much."""
+        filled: dict[str, Counter[int]] = {}
+        for copy in copies:
+            span, mine = pieces_of(copy), filled.setdefault(copy.place, Counter())
+            for piece in span:
+                mine[piece] += copy.count // len(span)
+        found: list[Chunk] = []
+        offset = 0
+        for place, counts in filled.items():
+            one = self._pieced[place]
+            if {*counts.values()} != {one.numel}:
+                return None
+            for first, stop in runs_of(sorted(counts), one.count):
+                start = first * one.nbytes
+                number = next(self._numbers)
+                found.append(Chunk(number, one.at, first, stop, offset, start))
+                offset += -(-(stop - first) * one.nbytes // _ALIGNED) * _ALIGNED
+        return found if offset <= MOST else None
 
     def _fill(self, place: str, mine: list[tuple[str, Copy]]) -> Fill | None:
         """Return what fills a place, ``None`` if that is not all of it."""

@@ -153,6 +153,19 @@ class CommitPlan:
         return [*self.moved, *opaque]
 
     @property
+    def alike(self) -> bool:
+        """Whether everything is what it was, maybe made anew, but for the values of tensors."""
+        return (
+            self.found.alike
+            and not self.moves
+            and all(
+                owner.live.contents["_modules"] == vars(owner.live.owner)["_modules"]
+                for owner in self.owners
+                if owner.is_module
+            )
+        )
+
+    @property
     def moved(self) -> list[str]:
         """The tensors among them."""
         return [*self.found.moved, *self.hidden]

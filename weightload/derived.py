@@ -53,12 +53,14 @@ class Reconciliation:
         opaque_paths: where an opaque object was rebuilt. It may know the address of a tensor that
             the hook made, so what the hook made must live as long as it does.
         conflicts: tensors that were to keep their value and would not, as text.
+        alike: whether everything but the values of tensors is what it was, though maybe made anew.
     """
 
     dressed: Mapping[int, Mapping[str, Any]] = attrs.field(factory=dict)
     pairs: Pairs = attrs.field(factory=Pairs)
     opaque_paths: list[str] = attrs.field(factory=list)
     conflicts: list[str] = attrs.field(factory=list)
+    alike: bool = True
     _moved: dict[str, str] = attrs.field(factory=dict)
     _lost: list[tuple[str, Tensor, str]] = attrs.field(factory=list)
     _gained: list[tuple[str, Tensor, str]] = attrs.field(factory=list)
@@ -119,7 +121,10 @@ class Reconciliation:
             if problem is not None:
                 self._moved[where] = problem
             return value
-        if old is new or (is_atom(old) and is_atom(new)):
+        if old is new:
+            return new
+        if is_atom(old) and is_atom(new):
+            self.alike = self.alike and type(old) is type(new) and _equal(old, new)
             return new
         key = (id(old), id(new))
         if key not in self._seen:
@@ -233,7 +238,8 @@ class Reconciliation:
             gone, added = (
                 [item for item in items if id(item) not in shared] for items in (old, new)
             )
-            self._differ(gone, added, where, "nothing says which item of a set it was")
+            if gone or added:
+                self._differ(gone, added, where, "nothing says which item of a set it was")
             return new
         before, after = places_of(old), places_of(new)
         kept = {}
@@ -252,6 +258,7 @@ class Reconciliation:
 
     def _differ(self, old: Any, new: Any, where: str, reason: str) -> Any:
         """Note every tensor that is lost or gained where old and new cannot be compared."""
+        self.alike = False
         for path, tensor in tensors_in(old, where):
             if isinstance(tensor, Tensor):
                 self._lost.append((path, tensor, reason))

@@ -96,6 +96,7 @@ class Counts:
     tensors_moved: int = 0
     hooks_run: int = 0
     hooks_spared: int = 0
+    hooks_in_pieces: int = 0
     layers_in_place: int = 0
     layers_staged: int = 0
     staging_peak_bytes: int = 0

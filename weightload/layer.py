@@ -7,7 +7,7 @@ hook changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -18,6 +18,7 @@ from weightload.births import Births, Room
 from weightload.commit import CommitCount, CommitPlan, plan_commit
 from weightload.entries import Entry, join
 from weightload.errors import ProcessingError, StorageChangedError, name_some
+from weightload.pieces import Pieces, Trial
 from weightload.record import (
     SECTIONS,
     Change,
@@ -28,7 +29,7 @@ from weightload.record import (
     record_of,
     slots_of,
 )
-from weightload.registry import ModuleRule
+from weightload.registry import Convert, ModuleRule
 from weightload.staging import Area, Staging
 from weightload.storage import inner_tensors, look_of, make_twins, storage_key
 
@@ -52,6 +53,8 @@ class Hook:
         changed: whether it left something behind in this session that no commit compares.
         rooms: the storage keys of the tensors that it made to write into, if somebody looks.
         landings: by their names, the slots whose live memory it gets to write into instead.
+        converts: what its rule says it does to pieces of parameters, if somebody looks.
+        trial: what it was given, if that is to be tried.
     """
 
     name: str
@@ -65,6 +68,8 @@ class Hook:
     changed: bool = False
     rooms: dict[Room, int | None] = attrs.field(factory=dict)
     landings: dict[Room, Slot] = attrs.field(factory=dict)
+    converts: Mapping[str, Convert] | None = None
+    trial: Trial | None = None
 
     @property
     def first(self) -> bool:
@@ -124,6 +129,9 @@ class Unit:
             nobody looked.
         hosts: staged slots whose twins could have the memory of the live tensors, if somebody
             looked, with whether the new values were where the checkpoint's had been.
+        pieced: parameters whose pieces its one hook processes each by itself, if somebody looked
+            and the hook left everything else as it was.
+        pieces: what processes the rest of them in this load, instead of the hook.
     """
 
     modules: dict[str, nn.Module]
@@ -139,6 +147,8 @@ class Unit:
     births: Births = attrs.field(factory=Births)
     settled: bool | None = None
     hosts: list[tuple[Slot, bool]] = attrs.field(factory=list)
+    pieced: list[Slot] = attrs.field(factory=list)
+    pieces: Pieces | None = None
     _live: list[ObjectState] = attrs.field(factory=list)
     _stagings: dict[int, Staging] = attrs.field(factory=dict)
     _dressed: dict[int, dict[str, Any]] = attrs.field(factory=dict)
@@ -310,6 +320,11 @@ class Unit:
         """Yield path, live tensor and new tensor of every copy that a commit is going to make."""
         return iter(()) if self._plan is None else self._plan.named_copies()
 
+    def put_back(self) -> None:
+        """Put the live state back, which what was staged in it has made the new one."""
+        self.restore()
+        self.committed = True
+
     @property
     def unchanged(self) -> bool:
         """Whether its hooks, which ran in a session that looked, left everything as it was."""
@@ -324,16 +339,22 @@ class Unit:
         """
         plan = self._plan
         judge = judge and plan is not None
-        same = judge and all(torch.equal(live, new) for _, live, new in self.planned_copies())
+        other: list[torch.Tensor] = []
+        tried: dict[str, torch.Tensor] = {}
         if judge:
+            other = [new for _, live, new in self.planned_copies() if not torch.equal(live, new)]
+            tried = self._try_pieces()
             self._judge_memory()
         count = plan.carry_out() if plan is not None else CommitCount()
         if judge and plan is not None:
             self.settled = (
-                same
+                not other
                 and not plan.moves
                 and all(live.differences(ObjectState.of(live.owner)) is None for live in self._live)
             )
+            keys = {*map(storage_key, tried.values())}
+            if tried and plan.alike and keys.issuperset(map(storage_key, other)):
+                self.pieced = [(self.hooks[0].module, "_parameters", name) for name in tried]
         # An opaque object may know the address of a tensor that the hook made: those tensors
         # live as long as the object does, that is until the next processing. A twin is emptied
         # when its staging ends, and a view of it keeps the memory.
@@ -342,6 +363,13 @@ class Unit:
         make_record(next(iter(self.modules.values()))).keepalive = made
         self.committed = True
         return count
+
+    def _try_pieces(self) -> dict[str, torch.Tensor]:
+        """Return the new parameters that could be made piece by piece; see :class:`Trial`."""
+        hook = self.hooks[0]
+        if len(self.hooks) > 1 or hook.trial is None:
+            return {}
+        return hook.trial.holds(hook.name, hook.module)
 
     def _judge_memory(self) -> None:
         """Find out, before the commit, which new values could be made in live memory at once."""

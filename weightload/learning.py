@@ -17,6 +17,7 @@ from weightload.errors import UnsupportedError
 from weightload.layer import Hook, Unit
 from weightload.ledger import Region, full_region
 from weightload.observer import StaleReads, Watched, WriteObserver
+from weightload.pieces import Trial
 from weightload.record import ObjectState, Slot, StagedSlot, make_record, read_by, slots_of
 from weightload.recording import HookRecording, scope_of
 from weightload.storage import TensorSpec, inner_tensors, new_group, select, storage_key
@@ -71,6 +72,8 @@ class Learning:
         landings = unit.landings(hook)
         unit.births.begin(landings, self._land, noting=self._load.judging)
         before = self._states_around(unit, hook) if self._load.judging else []
+        if self._load.judging and hook.converts:
+            hook.trial = Trial.of(hook.module, hook.converts)
         try:
             with self._reads_of(hook) as touch:
                 staged = self._staged_for(unit, hook)
@@ -132,7 +135,7 @@ class Learning:
         def touch(storage: int) -> None:
             self._load.allocate(storage)
             if self._load.judging:
-                hook.used[storage] = self._in_slots.get(storage)
+                hook.used[storage] = self._entry_at(storage)
             holders = [*self._holders.of(storage), *self._staged_at(storage)]
             if any(module is hook.module for module in holders):
                 return
@@ -146,11 +149,20 @@ class Learning:
 
     def _staged_at(self, storage: int) -> Iterator[nn.Module]:
         """Yield the modules whose tensors are staged in a storage, which they were given since."""
+        for entry in self._entries_staged_at(storage):
+            yield from (module for module, _, _ in entry.slots)
+
+    def _entries_staged_at(self, storage: int) -> Iterator[Entry]:
         staging = self._load.stagings.get(storage)
         for twin in staging.twins if staging is not None else ():
             entry = self._load.by_tensor.get(id(twin))
             if entry is not None:
-                yield from (module for module, _, _ in entry.slots)
+                yield entry
+
+    def _entry_at(self, storage: int) -> Entry | None:
+        """Return what loaders write to in a storage."""
+        known = self._in_slots.get(storage)
+        return next(self._entries_staged_at(storage), None) if known is None else known
 
     def _refuse_early(self, hook: Hook, storage: int) -> None:
         for entry in self._load.entries:

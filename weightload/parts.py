@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from weightload.entries import Entry, Load
+from weightload.entries import Entry, Load, join
 from weightload.layer import Unit
 from weightload.ledger import meet
+from weightload.pieces import Pieced
 from weightload.receipt import Names
 from weightload.record import read_by
 from weightload.recorded import Copy, Part, Recorded, counts_of
+from weightload.registry import Role
+from weightload.storage import look_of
 
 __all__ = ["find_part"]
 
@@ -20,6 +23,8 @@ def find_part(
     load: Load,
     recorded: Recorded,
     entries: Mapping[str, Entry],
+    *,
+    in_pieces: bool = False,
 ) -> Part:
     """Return the part of a model that has to be prepared for every load.
 
@@ -34,21 +39,27 @@ def find_part(
         load: what the load shared; it has finished.
         recorded: the plan of this load.
         entries: by qualified name of the tensor.
+        in_pieces: leave out as well what is processed in pieces, and say how.
     """
     if load.intake.optional or load.intake.unclaimed or not recorded.skeleton.plain:
         return Part(whole=True)
     if not all(_routed(recorded, name, entries) for name in recorded.plan.sources):
         return Part(whole=True)
-    busy = [unit for unit in units if not _idle(unit)]
     names = {id(module): name for name, module in load.modules.items()}
+    mine = [_pieced(unit, recorded, entries, names) for unit in units if in_pieces]
+    pieced = {place: one for found in mine for place, one in found.items()}
+    split = {one.module for one in pieced.values()}
+    busy = [unit for unit in units if unit.name not in split and not _idle(unit)]
     inside = _around(busy, members, names)
     if inside is None:
         return Part(whole=True)
+    inner = {names[key] for key in inside if key in names}
+    pieced = {place: one for place, one in pieced.items() if one.module not in inner}
     for entry in load.entries:
         if any(id(module) in inside for module, _, _ in entry.slots):
             if not all(id(module) in inside for module, _, _ in entry.slots):
                 return Part(whole=True)
-        elif entry.touched and not _only_copied(entry):
+        elif entry.touched and entry.names[0] not in pieced and not _only_copied(entry):
             return Part(whole=True)
     copies = {name: _copies(recorded, name) for name in recorded.plan.writes}
     sources = {
@@ -57,19 +68,41 @@ def find_part(
         for copy in mine
         if any(id(module) in inside for module, _, _ in entries[copy.place].slots)
     }
+    if any(copy.place in pieced for name in sources for copy in copies[name]):
+        return Part(whole=True)
     straight = copies.keys() - sources
-    elsewhere = {copy.place: copy.loader for name in straight for copy in copies[name]}
+    cut = {name for name in straight if any(copy.place in pieced for copy in copies[name])}
+    elsewhere = {
+        copy.place: copy.loader
+        for name in straight
+        for copy in copies[name]
+        if copy.place not in pieced
+    }
+    counts = counts_of(recorded.routes.get(name) for name in straight)
+    if pieced:
+        layers = len({one.module for one in pieced.values()})
+        counts.tensors_in_place -= len(pieced)
+        counts.tensors_staged += len(pieced)
+        counts.layers_in_place -= layers
+        counts.layers_staged += layers
+        counts.hooks_in_pieces += layers
     return Part(
         whole=False,
         modules=frozenset(names[key] for key in inside),
         sources=frozenset(sources),
-        runs=dict(_runs(recorded, {k: mine for k, mine in copies.items() if k not in sources})),
+        runs=dict(_runs(recorded, {name: copies[name] for name in straight - cut})),
         needed=frozenset(copies),
-        counts=counts_of(recorded.routes.get(name) for name in straight),
+        counts=counts,
         places=[recorded.skeleton.places[place] for place in elsewhere],
         loaders=[*elsewhere.values()],
-        spared=sum(id(hook.module) not in inside for unit in units for hook in unit.hooks),
+        spared=sum(
+            id(hook.module) not in inside and unit.name not in split
+            for unit in units
+            for hook in unit.hooks
+        ),
         consumed=Names.of(copies.keys()),
+        pieced=pieced,
+        cut=frozenset(cut),
     )
 
 
@@ -88,6 +121,59 @@ def _idle(unit: Unit) -> bool:
         return False
     used = [entry for hook in unit.hooks for entry in hook.used.values()]
     return unit.unchanged and not any(entry is None or entry.touched for entry in used)
+
+
+def _pieced(
+    unit: Unit,
+    recorded: Recorded,
+    entries: Mapping[str, Entry],
+    names: Mapping[int, str],
+) -> dict[str, Pieced]:
+    """Return, by qualified name, the tensors of a unit if all that it needs is done in pieces."""
+    hosts = {slot for slot, _ in unit.hosts}
+    specs = {(module, slot.section, slot.name): slot.spec for module, slot in unit.slots}
+    slots = [slot for slot in unit.pieced if slot in hosts]
+    found = {join(names[id(slot[0])], slot[2]): slot for slot in slots}
+    used = [entry for hook in unit.hooks for entry in hook.used.values()]
+    if not found or len(unit.hooks) > 1 or unit.hooks[0].changed or not unit.hooks[0].done:
+        return {}
+    if unit.hooks[0].rule.rebind is not None or unit.hooks[0].rule.role is not Role.QUANT:
+        return {}
+    for entry in (*unit.entries, *used):
+        if entry is None:
+            return {}
+        if entry.touched and not found.keys() & {*entry.names} and entry.staging is not None:
+            return {}
+    for entry in used:
+        if entry is not None and entry.touched and entry.names[0] not in found:
+            return {}
+    made = {}
+    for place, (module, section, name) in found.items():
+        entry, live = entries[place], vars(module)[section][name]
+        shared, spec = entry.shared, specs[module, section, name]
+        if (
+            spec.look != look_of(live)[1:]
+            or not live.is_contiguous()
+            or not live.numel()
+            or place not in recorded.skeleton.places
+            or not entry.complete
+            or len(entry.names) > 1
+            or entry.gaps
+            or entry.kept
+            or shared.names
+            or shared.overlaps
+            or shared.ordered
+        ):
+            return {}
+        made[place] = Pieced(
+            module=names[id(module)],
+            name=name,
+            at=recorded.skeleton.places[place],
+            count=len(live),
+            numel=live[0].numel(),
+            nbytes=live[0].nbytes,
+        )
+    return made
 
 
 def _around(

@@ -85,6 +85,9 @@ class Processing:
         """Run hooks, and commit the unit when it has no others to wait for."""
         self.progress.step = "process"
         with _disable_current_modes(), self.progress.timed("process", unit.name):
+            if unit.pieces is not None:
+                self.progress.module = unit.name
+                self.board.finish_pieces(unit)
             for hook in hooks:
                 if not hook.attempted:
                     self._keep_twins(unit)

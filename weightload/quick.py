@@ -22,8 +22,10 @@ from weightload.express import Express
 from weightload.intake import Intake
 from weightload.lanes import Lane
 from weightload.moving import LARGE, move
+from weightload.pieces import Pieces
 from weightload.reading import Place
 from weightload.recorded import Copy, Part, Recorded, Route, counts_of, loader_of
+from weightload.registry import Convert
 from weightload.skeleton import Body
 from weightload.sources import FILLED
 
@@ -35,24 +37,36 @@ class Quick:
 
     Args:
         recorded: the plan, which holds now.
+        part: of the model, which needs more than copies; one of those of the plan.
         body: what the model consists of.
         intake: counts what has come.
         mark_dirty: to be called before a live byte is written.
+        converts: process pieces of the tensors that the part says, by their qualified names.
 
     Attributes:
         body: as given.
         recorded: as given.
-        part: of the model, which needs more than copies.
+        part: as given.
+        pieces: what has come of tensors that are processed in pieces; ``None`` if there are none.
         tell: called from time to time, to report how far this has come.
     """
 
     def __init__(
-        self, recorded: Recorded, body: Body, intake: Intake, mark_dirty: Callable[[], None]
+        self,
+        recorded: Recorded,
+        part: Part,
+        body: Body,
+        intake: Intake,
+        mark_dirty: Callable[[], None],
+        converts: Mapping[str, Convert] | None = None,
     ) -> None:
         body.hold()
         self.body = body
         self.recorded = recorded
-        self.part = recorded.part or Part(whole=True)
+        self.part = part
+        self.pieces: Pieces | None = None
+        if converts:
+            self.pieces = Pieces(part.pieced, converts, body, recorded.pool)
         self._express: Express | None = None
         self._between: Callable[[], None] | None = None
         self._intake = intake
@@ -73,11 +87,8 @@ class Quick:
         self._express, self._between = express, between
 
     @classmethod
-    def fits(cls, recorded: Recorded, body: Body) -> bool:
+    def fits(cls, part: Part, body: Body) -> bool:
         """Whether the loaders of single tensors are those that the plan was recorded with."""
-        part = recorded.part
-        if part is None:
-            return False
         tensors = [*map(body.tensors.__getitem__, part.places)]
         now = map(getattr, tensors, repeat("weight_loader"), repeat(None))
         return all(
@@ -87,12 +98,14 @@ class Quick:
 
     @property
     def calls(self) -> bool:
-        """Whether hooks of the model may have to run while tensors come."""
-        return self._express is not None
+        """Whether hooks of the model, or what does the same, may have to run while tensors come."""
+        return self._express is not None or self.pieces is not None
 
     @property
     def ready(self) -> bool:
         """Whether something is complete and has to be processed."""
+        if self.pieces is not None and self.pieces.full:
+            return True
         return self._express is not None and self._express.ready
 
     @property
@@ -150,6 +163,9 @@ class Quick:
         intake.take(name, None, route.fact, route.nbytes)
         tensors, addresses = body.tensors, body.addresses
         runs = self.part.runs.get(name) if self._on_host else None
+        if self.pieces is not None and name in self.part.cut:
+            for copy in route.copies:
+                self.pieces.came(copy)
         if runs is not None:
             return [Place(start, nbytes, addresses[at] + to) for at, to, start, nbytes in runs]
         indices = [body.skeleton.places[copy.place] for copy in route.copies]
@@ -181,9 +197,10 @@ class Quick:
             return None
         key = tuple(names)
         found = recorded.bundles.get(key)
-        if found is None or found.threads != self._threads:
+        pieced = self.part.pieced
+        if found is None or found.threads != self._threads or found.pieced is not pieced:
             owners = {} if self._express is None else self._express.owners
-            found = Bundle.of(key, recorded, owners, threads=self._threads)
+            found = Bundle.of(key, recorded, owners, pieced, threads=self._threads)
             if found is None:
                 return None
             recorded.keep(found)
@@ -204,11 +221,19 @@ class Quick:
         express, addresses = self._express, self.body.addresses
         if portion.fills and (express is None or not express.expects(portion.fills)):
             return None
-        if portion.live:
+        pieces = self.pieces
+        if portion.chunks and (pieces is None or not pieces.untouched(portion.chunks)):
+            return None
+        if portion.live or portion.chunks:
             self._mark_dirty()
-        if express is None or not portion.fills:
+        if not portion.fills and not portion.chunks:
             return addresses
-        return {**{at: addresses[at] for at in portion.live}, **express.begin(portion.fills)}
+        found = {at: addresses[at] for at in portion.live}
+        if express is not None and portion.fills:
+            found.update(express.begin(portion.fills))
+        if pieces is not None and portion.chunks:
+            found.update(pieces.begin(portion.chunks))
+        return found
 
     def end(self, portion: Portion) -> None:
         """Note that a portion has been moved."""
@@ -218,6 +243,8 @@ class Quick:
         intake.current = next(reversed(portion.facts))
         if self._express is not None and portion.fills:
             self._express.end(portion.fills)
+        if self.pieces is not None and portion.chunks:
+            self.pieces.end(portion.chunks)
 
     def take_all(self, names: Sequence[Any], tensors: Sequence[Any]) -> int:
         """Take tensors that are all at hand.
@@ -247,7 +274,7 @@ class Quick:
                     return done
             if self._handed_over:
                 return portion.stop
-        self._flush()
+        self.flush()
         return len(names)
 
     def _take_singly(self, portion: Portion, names: Sequence[Any], tensors: Sequence[Any]) -> int:
@@ -255,7 +282,7 @@ class Quick:
         for at in range(portion.start, portion.stop):
             route = self.recorded.routes[names[at]]
             if route is None or self._handed_over or not self._do(names[at], tensors[at], route):
-                self._flush()
+                self.flush()
                 return at
             if self.tell is not None:
                 self.tell()
@@ -278,7 +305,7 @@ class Quick:
 
     def _settle(self) -> None:
         """Process what is complete, and tell how far this has come."""
-        if self._between is not None and self.ready:
+        if self._between is not None and self._express is not None and self._express.ready:
             self._between()
         if self.tell is not None:
             self.tell()
@@ -297,7 +324,7 @@ class Quick:
         rest = iter(pairs)
         for pair in rest:
             if pair is FILLED:
-                self._flush()
+                self.flush()
                 if self._between is not None:
                     self._between()
                 if self.tell is not None:
@@ -314,15 +341,15 @@ class Quick:
             if route is not None and not on_host:
                 lane.arrived(tensor)
             if route is None or not self._do(name, tensor, route):
-                self._flush()
+                self.flush()
                 return _with_first(pair, rest)
             if self.tell is not None:
                 self.tell()
             if not on_host:
                 if lent:
-                    self._flush()
+                    self.flush()
                 lane.asking(tensor)
-        self._flush()
+        self.flush()
         return None
 
     def _runs_to_move(self) -> dict[str, tuple[tuple[int, int, int, int], ...]]:
@@ -334,8 +361,11 @@ class Quick:
             return runs
         return {k: mine for k, mine in runs.items() if all(run[3] < LARGE for run in mine)}
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Do what waits to be copied, and process the pieces that are complete."""
         self._batch.flush()
+        if self.pieces is not None:
+            self.pieces.settle()
         if self._express is not None:
             self._express.flush()
 
@@ -390,10 +420,26 @@ class Quick:
         if route.casts:
             intake.casts.add(name)
         self._note(name, tensor, route)
+        if self.pieces is not None and name in self.part.cut:
+            self._do_pieces(tensor, route, self.pieces)
+            return True
         for copy in route.copies:
             target = body.tensors[body.skeleton.places[copy.place]]
             copy.carry_out(target, tensor, self._batch)
         return True
+
+    def _do_pieces(self, tensor: torch.Tensor, route: Route, pieces: Pieces) -> None:
+        """Put a tensor where its pieces are processed, and process those that are complete."""
+        body = self.body
+        for copy in route.copies:
+            at = body.skeleton.places[copy.place]
+            if copy.start is not None and tensor.is_cpu:
+                move(body.addresses[at] + copy.to, tensor.data_ptr() + copy.start, copy.nbytes)
+            else:
+                copy.carry_out(body.tensors[at], tensor, self._batch)
+            pieces.came(copy)
+        if pieces.full:
+            pieces.settle()
 
     def _note(self, name: str, tensor: torch.Tensor, route: Route) -> None:
         """Remember what is sent, if it is compared at the end."""
@@ -429,7 +475,6 @@ class Quick:
 
     def hand_over(self, express: Express) -> None:
         """Tell the ledgers of the whole model, now that they are there, what has come so far."""
-        self._flush()
         self._handed_over = True
         express.enter(self._intake.seen, self._sent)
 
@@ -438,7 +483,12 @@ class Quick:
         part = self.part
         checked, spared = len(self.body.tensors), part.spared
         if self._intake.seen.keys() >= part.needed:
-            return attrs.evolve(part.counts, tensors_checked=checked, hooks_spared=spared)
+            return attrs.evolve(
+                part.counts,
+                tensors_checked=checked,
+                hooks_spared=spared,
+                staging_peak_bytes=0 if self.pieces is None else self.pieces.peak,
+            )
         elsewhere = self._intake.seen.keys() - part.sources
         return attrs.evolve(
             counts_of([self.recorded.routes.get(name) for name in elsewhere]),

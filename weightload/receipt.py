@@ -79,6 +79,8 @@ class Receipt:
         moved: the first ten of them, and of the opaque objects that were made anew, with reasons.
         hooks_run: how many post-processing hooks ran.
         hooks_spared: how many did not, because they do the same whatever is loaded.
+        hooks_in_pieces: how many did not, because what they do was done to each piece of a tensor
+            as it came.
         staging_peak_bytes: most memory that staging held at once.
         verified: what was compared, if that was asked for: ``mode``, ``tensors``, ``units``,
             ``nbytes``, and ``digest`` of what was received, ``None`` if a plan was replayed.
@@ -121,6 +123,7 @@ class Receipt:
     tensors_moved: int = 0
     hooks_run: int = 0
     hooks_spared: int = 0
+    hooks_in_pieces: int = 0
     staging_peak_bytes: int = 0
     moved: list[str] = attrs.field(factory=list)
     verified: dict[str, Any] | None = None

@@ -14,6 +14,7 @@ from weightload.births import Room
 from weightload.bundle import Bundle
 from weightload.entries import Counts, Entry, Load
 from weightload.ledger import Region, locate, volume
+from weightload.pieces import Pieced
 from weightload.plan import Form, Plan, View, Write
 from weightload.pool import Pool
 from weightload.reading import Place
@@ -157,6 +158,8 @@ class Part:
         loaders: their own loaders.
         spared: how many hooks there are elsewhere, all of which do the same whatever is loaded.
         consumed: what the receipt of a complete load says of the needed names.
+        pieced: by qualified name, the tensors elsewhere that are processed in pieces.
+        cut: names of what goes there, which are not among those in ``runs``.
     """
 
     whole: bool
@@ -169,6 +172,8 @@ class Part:
     loaders: list[object] = attrs.field(factory=list)
     spared: int = 0
     consumed: Names = attrs.field(factory=Names)
+    pieced: dict[str, Pieced] = attrs.field(factory=dict)
+    cut: frozenset[str] = frozenset()
 
 
 @attrs.define(eq=False, repr=False)
@@ -181,6 +186,7 @@ class Recorded:
         loads: the model's ``load_weights`` at that time.
         loaders: for each tensor that is written its own loader at that time.
         part: which part of the model needs more than copies; ``None`` as long as nobody has looked.
+        in_pieces: the same, without what a load may process in pieces; ``None`` if that is nothing.
         hosts: qualified names of the tensors that may be staged in their own live memory, with
             whether processing leaves the new value there, and how they look into their memory.
         landings: for each hook, by the name of its module and its role, which of the tensors that
@@ -196,6 +202,7 @@ class Recorded:
     loads: object
     loaders: dict[str, object]
     part: Part | None = None
+    in_pieces: Part | None = None
     hosts: dict[str, tuple[bool, Look]] = attrs.field(factory=dict)
     landings: dict[tuple[str, Role], dict[Room, tuple[str, str, str]]] = attrs.field(factory=dict)
     pool: Pool = attrs.field(factory=Pool)

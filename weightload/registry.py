@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import attrs
+import torch
 
 from weightload.errors import UnclassifiedModuleError, UsageError
 
-__all__ = ["ModuleRegistry", "ModuleRule", "Role"]
+__all__ = ["Convert", "ModuleRegistry", "ModuleRule", "Role"]
+
+Convert = Callable[[torch.Tensor, torch.Tensor], object]
+"""Makes pieces of a new value: ``convert(loaded, new)``, both of the shape ``[pieces, ...]``, contiguous
+and of the parameter's type. It reads the first, writes the second, which it must not read, and does
+nothing else. The memory of both is used again afterwards."""
 
 
 class Role(enum.Enum):
@@ -52,6 +58,13 @@ class ModuleRule:
         derived: where the tensors outside parameters and buffers are that the hook makes: paths
             from the module on, such as ``"quant_method.kernel.scale"``. These keep their storage,
             and nothing else is looked at; without it everything that the hook made is walked.
+        pieces: for a hook that does the same to each index of a parameter's first dimension, such as
+            a stack of experts: called as ``pieces(module)`` while the module computes, returns by
+            the parameter's name the function that does it to some of them, ``None`` if the hook of
+            this module does more than that. A reload by a plan processes each piece as soon as it
+            has come then, with memory for a few of them, and does not call the hook. That is done
+            only where the hook and the functions gave the same, bit for bit, when the plan was
+            recorded, and the hook changed nothing else.
     """
 
     role: Role
@@ -60,6 +73,7 @@ class ModuleRule:
     reason: str = ""
     rebind: Callable[[Any], object] | None = None
     derived: tuple[str, ...] | None = None
+    pieces: Callable[[Any], Mapping[str, Convert] | None] | None = None
 
     def __attrs_post_init__(self) -> None:
         """Refuse a rule without the hook that its role needs, or with one that nobody calls."""

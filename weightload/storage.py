@@ -225,6 +225,11 @@ class TensorSpec:
     nbytes: int
     group: int
 
+    @property
+    def look(self) -> Look:
+        """How it looked into its storage; :func:`look_of` gives the size of that before it."""
+        return self.offset, self.shape, self.stride, self.dtype, self.device
+
     @classmethod
     def of(cls, tensor: Tensor, group: int | None = None) -> TensorSpec:
         """Take the spec of ``tensor``, in a group of its own unless one is given."""

@@ -15,12 +15,14 @@ from weightload.express import Express
 from weightload.family import Family
 from weightload.framework import Framework
 from weightload.intake import Intake
+from weightload.pieces import alone, room_for
 from weightload.processing import Processing
 from weightload.progress import Progress
 from weightload.quick import Quick
 from weightload.reading import Place
 from weightload.record import make_record
 from weightload.recorded import Recorded
+from weightload.registry import Convert
 from weightload.scope import Scope
 from weightload.skeleton import Body
 from weightload.staging import Area
@@ -93,8 +95,11 @@ class Ways:
     def _quick_way(self) -> Quick | None:
         """Return the way without a board, if copies are all that this load can need."""
         recorded, body = self.recorded, self.body
-        part = recorded.part if recorded is not None else None
-        if recorded is None or body is None or part is None or part.whole:
+        if recorded is None or body is None:
+            return None
+        converts = self._converts(recorded, body)
+        part = recorded.part if converts is None else recorded.in_pieces
+        if part is None or part.whole:
             return None
         wanted = self.intake.wanted or frozenset()
         if (
@@ -103,10 +108,40 @@ class Ways:
             or (ownership.poison_of(self.model) is not None and not self.scope.is_full)
             or any(recorded.routes.get(name) is None for name in wanted)
             or part.sources & wanted
-            or not Quick.fits(recorded, body)
+            or not Quick.fits(part, body)
         ):
             return None
-        return Quick(recorded, body, self.intake, self.progress.mark_dirty)
+        return Quick(recorded, part, body, self.intake, self.progress.mark_dirty, converts)
+
+    def _converts(self, recorded: Recorded, body: Body) -> dict[str, Convert] | None:
+        """Return what processes pieces of tensors, by their names; ``None`` if hooks are called.
+
+        Hooks are called where pieces may stay away, where their results are to be checked, and where
+        somebody else looks into the memory of one of the tensors.
+        """
+        part, scope = recorded.in_pieces, self.scope
+        if part is None or part.whole:
+            return None
+        room = room_for(part.pieced.values())
+        if (
+            (self.staging_budget is not None and self.staging_budget < room)
+            or not body.skeleton.on_host
+            or not scope.is_full
+            or scope.allow_missing
+            or self.intake.verification is not None
+            or self.family is not None
+            or not alone(body, part.pieced.values())
+        ):
+            return None
+        found: dict[str, Convert] = {}
+        for place, one in part.pieced.items():
+            module = body.modules[one.module]
+            rules = self.framework.registry.rules_for(module, one.module)
+            made = rules[0].pieces(module) if len(rules) == 1 and rules[0].pieces else None
+            if made is None or one.name not in made:
+                return None
+            found[place] = made[one.name]
+        return found
 
     def _open_board(self, modules: Mapping[str, nn.Module]) -> tuple[Board, Processing]:
         framework = self.framework
@@ -130,16 +165,17 @@ class Ways:
         )
         if self.family is not None:
             self.family.again = board.arrivals.again
+        plan = self.recorded if self.body is not None and self.scope.is_full else None
+        records = self.plans and self.scope.is_full and self.quick is None
+        if records and (plan is None or plan.part is None):
+            board.judge()
         board.open()
         if self.quick is not None:
             return board, processing
-        plan = self.recorded if self.body is not None and self.scope.is_full else None
         if plan is not None and self.body is not None:
             self.express = board.express(plan, self.body)
         elif self.plans and self.scope.is_full and self.family is None:
             board.start_recording()
-        if self.plans and self.scope.is_full and (plan is None or plan.part is None):
-            board.judge()
         return board, processing
 
     def open_rest(self, quick: Quick, working: Callable[[], AbstractContextManager[None]]) -> None:
@@ -156,7 +192,10 @@ class Ways:
             else:
                 board = self.board
                 board.extend(self.modules)
+        quick.flush()
         express = board.express(quick.recorded, quick.body)
+        if quick.pieces is not None:
+            board.go_on(quick.pieces)
         quick.hand_over(express)
         self.express = express if self.scope.is_full else None
 
@@ -202,4 +241,6 @@ class Ways:
 
     def let_go(self) -> None:
         """Let go of what knows the tensors of the model; a caller may keep the session."""
+        if self.quick is not None and self.quick.pieces is not None:
+            self.quick.pieces.let_go()
         self.modules, self.recorded, self.body, self.quick = {}, None, None, None

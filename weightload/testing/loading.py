@@ -18,6 +18,7 @@ __all__ = [
     "InterleavedLinear",
     "PackedStack",
     "PaddedLinear",
+    "PiecedStack",
     "ScaledLinear",
     "ScatteredLinear",
 ]
@@ -114,6 +115,44 @@ class PackedStack(ExpertStack):
         """Apply all experts one after another."""
         for weight, gate in zip(self.weights.flip(0, 2), self.gates.flip(0, 2), strict=True):
             x = torch.tanh(functional.linear(x, weight)) * torch.sigmoid(functional.linear(x, gate))
+        return x
+
+
+class PiecedStack(nn.Module):
+    """Gated experts, each weight filled from two sources, that a hook writes anew one by one."""
+
+    def __init__(self, experts: int = 3) -> None:
+        super().__init__()
+        self.both = parameter(experts, 2 * WIDTH, WIDTH)
+        self.down = parameter(experts, WIDTH, WIDTH)
+        for place in (self.both, self.down):
+            set_loader(place, self.load_matrix)
+
+    def load_matrix(self, place: Tensor, tensor: Tensor, number: int) -> None:
+        """Fill one weight, or half of one: the first half of each comes before its second."""
+        target = place.data.view(-1, WIDTH, WIDTH)[number]
+        if target.shape != tensor.shape:
+            raise ValueError(f"weight of shape {tuple(tensor.shape)} for {tuple(target.shape)}")
+        target.copy_(tensor)
+
+    @staticmethod
+    def turn(loaded: Tensor, new: Tensor) -> None:
+        """Write weights ``[experts, rows, columns]`` in the order that the kernel wants."""
+        new.copy_(loaded.roll(1, 2) + 2 * loaded)
+
+    def process_weights_after_loading(self) -> None:
+        """Turn both stacks round."""
+        for name in ("both", "down"):
+            loaded = getattr(self, name).detach()
+            new = torch.empty_like(loaded)
+            self.turn(loaded, new)
+            setattr(self, name, nn.Parameter(new, requires_grad=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply all experts one after another."""
+        for both, down in zip(self.both, self.down, strict=True):
+            gate, up = functional.linear(x, both).chunk(2, -1)
+            x = torch.tanh(functional.linear(torch.sigmoid(gate) * up, down))
         return x
 
 

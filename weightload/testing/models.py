@@ -28,6 +28,7 @@ from weightload.testing.loading import (
     InterleavedLinear,
     PackedStack,
     PaddedLinear,
+    PiecedStack,
     ScaledLinear,
     ScatteredLinear,
 )
@@ -132,6 +133,9 @@ class LoadingModel(ToyModel):
         elif isinstance(owner, ExpertStack):
             for expert in range(len(place)):
                 yield f"{name}/{expert}", (WIDTH, WIDTH)
+        elif isinstance(owner, PiecedStack):
+            for number in range(place.numel() // WIDTH**2):
+                yield f"{name}/{number}", (WIDTH, WIDTH)
         elif isinstance(owner, BlockExperts):
             count, shape = owner.parts()[name.rpartition(".")[2]]
             for part in range(count):
@@ -277,6 +281,7 @@ TOYS: dict[str, Factory] = {
     "collecting": lambda: CollectingModel(FusedLinear(), RepackedLinear(), ExpertStack()),
     "bare copies": lambda: BareModel(ExpertStack(), Linear(), RepackedLinear()),
     "packed experts": lambda: LoadingModel(PackedStack(), FusedLinear(), PackedStack(2)),
+    "pieced experts": lambda: LoadingModel(PiecedStack(), FusedLinear(), PiecedStack(2)),
     "composed loader": lambda: LoadingModel(ComposedLoaderLinear(), RepackedLinear()),
     "interleaved": lambda: LoadingModel(InterleavedLinear(), InterleavedLinear(packed=True)),
     "loaders that look": lambda: LoadingModel(

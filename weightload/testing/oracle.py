@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from weightload.framework import Framework
-from weightload.registry import ModuleRegistry, ModuleRule, Role
+from weightload.registry import Convert, ModuleRegistry, ModuleRule, Role
 from weightload.testing import kernels, layers, loading, sharing
 from weightload.testing.models import Factory, State, ToyModel
 
@@ -40,6 +40,7 @@ _ROLES: dict[type, Role] = {
     layers.FloatBiasLinear: Role.QUANT,
     loading.InterleavedLinear: Role.QUANT,
     loading.PackedStack: Role.QUANT,
+    loading.PiecedStack: Role.QUANT,
     sharing.HandleLinear: Role.QUANT,
     sharing.WeightHandleLinear: Role.QUANT,
     layers.FilledScaleLinear: Role.QUANT,
@@ -79,7 +80,9 @@ class ToyFramework(Framework):
         self.calls: list[tuple[Role, nn.Module]] = []
         self._fault: tuple[int, str] | None = None
         for cls, role in _ROLES.items():
-            self.registry.register(cls, ModuleRule(role=role, process=self._processing(role)))
+            pieces = _pieces if cls is loading.PiecedStack else None
+            rule = ModuleRule(role=role, process=self._processing(role), pieces=pieces)
+            self.registry.register(cls, rule)
         for method in _METHODS:
             rule = ModuleRule(role=Role.QUANT, process=self._processing(Role.QUANT))
             self.registry.register(method, rule, strategy=True)
@@ -128,6 +131,10 @@ class ToyFramework(Framework):
         countdown, kind = self._fault
         self._fault = (countdown - 1, kind) if countdown else None
         return kind if countdown == 0 else None
+
+
+def _pieces(module: Any) -> Mapping[str, Convert]:
+    return {"both": module.turn, "down": module.turn}
 
 
 def toy_framework() -> ToyFramework:

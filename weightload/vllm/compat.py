@@ -21,6 +21,7 @@ from torch import nn
 
 from weightload.errors import UnsupportedError
 from weightload.refusals import why_refused
+from weightload.registry import Convert
 
 __all__ = [
     "calls_model_hook",
@@ -31,6 +32,7 @@ __all__ = [
     "engine_processes",
     "is_late_attention",
     "layers_on_meta",
+    "processed_in_pieces",
     "reads_plainly",
     "recorded_format",
     "release_memory",
@@ -129,6 +131,26 @@ def device_context(module: nn.Module, device: torch.device, method: Any) -> Iter
         return
     with device_loading_context(module, device):
         yield
+
+
+def processed_in_pieces(module: nn.Module) -> dict[str, Convert] | None:
+    """Return what the hook of a layer does to each expert by itself, by the parameter's name.
+
+    On a CPU vLLM packs unquantised experts for its kernels, into tensors of the same shape.
+    """
+    kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+    experts: Any = getattr(kernel, "fused_experts", None)
+    known = _find("vllm.model_executor.layers.fused_moe.experts.cpu_moe", "CPUUnquantizedExperts")
+    pack = getattr(torch.ops._C, "prepack_moe_weight", None)
+    if known is None or not isinstance(experts, known) or pack is None:
+        return None
+    if getattr(experts, "_use_zentorch", False) or not hasattr(experts, "isa"):
+        return None
+
+    def convert(loaded: torch.Tensor, new: torch.Tensor) -> None:
+        pack(loaded, new, experts.isa)
+
+    return {"w13_weight": convert, "w2_weight": convert}
 
 
 def release_memory(device: torch.device) -> None:

@@ -87,6 +87,7 @@ class VllmFramework(Framework):
                 role=Role.QUANT,
                 process=self._process_quant,
                 reason="vLLM processes every module whose quant_method is one",
+                pieces=compat.processed_in_pieces,
             ),
             strategy=True,
             replace=True,
