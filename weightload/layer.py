@@ -366,8 +366,8 @@ class Unit:
 
     def _try_pieces(self) -> dict[str, torch.Tensor]:
         """Return the new parameters that could be made piece by piece; see :class:`Trial`."""
-        hook = self.hooks[0]
-        if len(self.hooks) > 1 or hook.trial is None:
+        [hook] = self.hooks if len(self.hooks) == 1 else [None]
+        if hook is None or hook.trial is None:
             return {}
         return hook.trial.holds(hook.name, hook.module)
 

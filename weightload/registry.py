@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import attrs
-import torch
 
 from weightload.errors import UnclassifiedModuleError, UsageError
 
 __all__ = ["Convert", "ModuleRegistry", "ModuleRule", "Role"]
 
-Convert = Callable[[torch.Tensor, torch.Tensor], object]
+Convert = Callable[[Any, Any], object]
 """Makes pieces of a new value: ``convert(loaded, new)``, both of the shape ``[pieces, ...]``, contiguous
 and of the parameter's type. It reads the first, writes the second, which it must not read, and does
 nothing else. The memory of both is used again afterwards."""

@@ -36,6 +36,7 @@ KINDS = {
     "buffers": layers.BufferedLayer,
     "experts": loading.ExpertStack,
     "packed experts": loading.PackedStack,
+    "pieced experts": loading.PiecedStack,
     "experts in blocks": partial(kernels.BlockExperts, 8),
     "experts with halves swapped": partial(kernels.BlockExperts, 4),
     "composed loader": loading.ComposedLoaderLinear,
