@@ -70,7 +70,7 @@ def our_cell(case: dict | str, origin: str) -> str:
         for label, step in steps.items()
         if step["verdict"] != "same"
         or step["changes"]
-        or not hooks_agree(step["hooks"], hooks, step["receipt"]["hooks_spared"])
+        or not hooks_agree(step["hooks"], hooks, step["receipt"])
     }
     named = "".join(f"; {label}: {what}" for label, what in wrong.items())
     return f"{len(steps) - len(wrong)} of {len(steps)} right{named}"

@@ -42,13 +42,13 @@ def quantised(family, folder):
         ("its own checkpoint", None, a, {}),
     ]:
         [receipt] = reload(llm, weights, **options)
-        took, spared = hooks.take(model), receipt.hooks_spared
+        took = hooks.take(model)
         result["steps"][label] = {
             "verdict": describe_difference(want, observe(llm)),
             "changes": places.changes(),
             "hooks": "same"
-            if hooks_agree(took, fresh_hooks, spared)
-            else f"{took} and {spared} spared, not {fresh_hooks}",
+            if hooks_agree(took, fresh_hooks, receipt.to_plain())
+            else f"{took}, not {fresh_hooks}: {receipt}",
         }
     return result
 

@@ -246,16 +246,19 @@ def _largest_gap(a: Observation, b: Observation) -> float:
     return gap
 
 
-def hooks_agree(ran: Mapping[str, int], fresh: Mapping[str, int], spared: int) -> bool:
-    """Whether every hook ran as often as in a fresh load, but for those that a receipt calls spared.
+def hooks_agree(
+    ran: Mapping[str, int], fresh: Mapping[str, int], receipt: Mapping[str, Any]
+) -> bool:
+    """Whether every hook ran as often as in a fresh load, but for those that need not be called.
 
-    A spared hook does not call the hooks of its own strategy objects either.
+    A hook that is not called does not call the hooks of its own strategy objects either.
 
     Args:
         ran: how often each hook ran.
         fresh: the same in a fresh load.
-        spared: what the receipt says.
+        receipt: says how many hooks were spared, and what of how many was done in pieces.
     """
+    spared = receipt["hooks_spared"] + receipt["hooks_in_pieces"]
     within = all(count <= fresh.get(name, 0) for name, count in ran.items())
     absent = sum(fresh.values()) - sum(ran.values())
     return within and (absent >= spared if spared else absent == 0)
