@@ -21,7 +21,7 @@ from weightload.intake import Intake
 from weightload.layer import Hook, Unit
 from weightload.learning import Learning
 from weightload.partial import select_units
-from weightload.parts import find_part
+from weightload.parts import find_part, find_renewals
 from weightload.pieces import Pieces
 from weightload.rebound import ReboundAttributes
 from weightload.record import (
@@ -130,6 +130,8 @@ class Board:
         self._load.area.expects = recorded.pool.crowded
         for unit in self.units:
             unit.births.pool = recorded.pool
+            if not self._load.strict and not self._load.atomic and self.verification is None:
+                unit.renews = recorded.renewals.get(unit.name)
         if not self._load.atomic:
             use_memory(self._load, self.hooks, self._members, recorded, body)
         return Express(self._load, self.arrivals, recorded)
@@ -155,6 +157,7 @@ class Board:
             if not recorded.part.whole and any(unit.pieced for unit in self.units):
                 recorded.in_pieces = find(in_pieces=True)
             recorded.hosts, recorded.landings = find_memory(self.units, self._load)
+            recorded.renewals = dict(find_renewals(self.units))
 
     # ------------------------------------------------------------------ opening
 
@@ -342,6 +345,18 @@ class Board:
         self._load.counts.tensors_derived += count.derived
         self._load.counts.tensors_moved += count.moved
         self.moved += unit.planned_moves
+
+    def renew(self, unit: Unit) -> bool:
+        """Run the one hook of a unit that is known to make some attributes anew, and commit them.
+
+        Returns:
+            Whether it did nothing else. If it did, it has run, and the rest is left to be done.
+        """
+        unit.allocate()
+        self._load.counts.hooks_run += 1
+        unit.hooks[0].run()
+        self._load.mark_dirty()
+        return unit.commit_renewed()
 
     def release(self, unit: Unit) -> None:
         """End the staging of a committed ``unit`` and close its tensors to further writes."""

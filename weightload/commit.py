@@ -153,6 +153,21 @@ class CommitPlan:
         return [*self.moved, *opaque]
 
     @property
+    def renews(self) -> bool:
+        """Whether nothing is copied, and nothing put back but tensors without elements."""
+        sections = {
+            id(vars(owner.live.owner)[section])
+            for owner in self.owners
+            if owner.is_module
+            for section in SECTIONS
+        }
+        return (
+            self.found.renews
+            and not self.hidden
+            and all(id(put[0]) in sections for owner in self.owners for put in owner.puts)
+        )
+
+    @property
     def alike(self) -> bool:
         """Whether everything is what it was, maybe made anew, but for the values of tensors."""
         return (

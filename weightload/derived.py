@@ -74,6 +74,13 @@ class Reconciliation:
         return self.pairs.copies
 
     @property
+    def renews(self) -> bool:
+        """Whether no tensor with elements is another one, and nothing has to be put anywhere."""
+        made = [found.new for found in self._tensors.values() if found.new is not found.old]
+        found = self._moved or self._lost or self._gained or self._patches or self.conflicts
+        return not found and not any(tensor.numel() for tensor in made)
+
+    @property
     def opaque(self) -> bool:
         """Whether an opaque object was rebuilt."""
         return bool(self.opaque_paths)

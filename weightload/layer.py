@@ -29,11 +29,18 @@ from weightload.record import (
     record_of,
     slots_of,
 )
-from weightload.registry import Convert, ModuleRule
+from weightload.registry import Convert, ModuleRule, Role
 from weightload.staging import Area, Staging
 from weightload.storage import inner_tensors, look_of, make_twins, storage_key
 
 __all__ = ["Hook", "Unit"]
+
+
+def _both_empty(live: torch.Tensor | None, new: torch.Tensor | None) -> bool:
+    """Whether two tensors of one form have no elements, and the new one no attributes."""
+    if live is None or new is None or new.numel() or vars(new):
+        return False
+    return type(live) is type(new) and look_of(live)[2:] == look_of(new)[2:]
 
 
 @attrs.define(kw_only=True, eq=False, repr=False)
@@ -132,6 +139,9 @@ class Unit:
         pieced: parameters whose pieces its one hook processes each by itself, if somebody looked
             and the hook left everything else as it was.
         pieces: what processes the rest of them in this load, instead of the hook.
+        renews: for each of its objects the names of the attributes that its one hook made anew, if
+            somebody looked and the hook left no tensor with elements behind where one can be seen;
+            ``None`` if it did more than that.
     """
 
     modules: dict[str, nn.Module]
@@ -149,6 +159,7 @@ class Unit:
     hosts: list[tuple[Slot, bool]] = attrs.field(factory=list)
     pieced: list[Slot] = attrs.field(factory=list)
     pieces: Pieces | None = None
+    renews: list[frozenset[str]] | None = None
     _live: list[ObjectState] = attrs.field(factory=list)
     _stagings: dict[int, Staging] = attrs.field(factory=dict)
     _dressed: dict[int, dict[str, Any]] = attrs.field(factory=dict)
@@ -339,6 +350,7 @@ class Unit:
         """
         plan = self._plan
         judge = judge and plan is not None
+        renews = judge and plan is not None and self._only_renews(plan)
         other: list[torch.Tensor] = []
         tried: dict[str, torch.Tensor] = {}
         if judge:
@@ -347,11 +359,10 @@ class Unit:
             self._judge_memory()
         count = plan.carry_out() if plan is not None else CommitCount()
         if judge and plan is not None:
-            self.settled = (
-                not other
-                and not plan.moves
-                and all(live.differences(ObjectState.of(live.owner)) is None for live in self._live)
-            )
+            found = [live.differences(ObjectState.of(live.owner)) for live in self._live]
+            self.settled = not other and not plan.moves and not any(found)
+            if renews and not any(one.entries or one.contents for one in found if one):
+                self.renews = [frozenset(one.attributes if one else ()) for one in found]
             keys = {*map(storage_key, tried.values())}
             if tried and plan.alike and keys.issuperset(map(storage_key, other)):
                 self.pieced = [(self.hooks[0].module, "_parameters", name) for name in tried]
@@ -363,6 +374,45 @@ class Unit:
         make_record(next(iter(self.modules.values()))).keepalive = made
         self.committed = True
         return count
+
+    def _only_renews(self, plan: CommitPlan) -> bool:
+        """Whether the one hook has made attributes anew, and nothing that a commit copies."""
+        return (
+            plan.renews
+            and len(self.hooks) == 1
+            and self.hooks[0].rule.role is Role.QUANT
+            and self.hooks[0].rule.rebind is None
+            and self._exact() is None
+            and not self.fresh
+            and not self.inferred
+            and not self.loose
+        )
+
+    def commit_renewed(self) -> bool:
+        """Commit what the hook, which has run, is known to leave; return whether it was that.
+
+        Nothing is done if it was something else.
+        """
+        if self.renews is None or len(self.renews) != len(self._live):
+            return False
+        if not all(map(ObjectState.holds_but_for, self._live, self.renews)):
+            return False
+        sections = [
+            (state, section)
+            for state in self._live
+            if isinstance(state.owner, nn.Module)
+            for section in SECTIONS
+        ]
+        for state, section in sections:
+            now = vars(state.owner)[section]
+            for name, live in state.contents[section].items():
+                if now[name] is not live and not _both_empty(live, now[name]):
+                    return False
+        for state, section in sections:
+            state.restore_content(section)
+        make_record(next(iter(self.modules.values()))).keepalive = []
+        self.committed = True
+        return True
 
     def _try_pieces(self) -> dict[str, torch.Tensor]:
         """Return the new parameters that could be made piece by piece; see :class:`Trial`."""

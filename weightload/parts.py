@@ -14,7 +14,7 @@ from weightload.recorded import Copy, Part, Recorded, counts_of
 from weightload.registry import Role
 from weightload.storage import look_of
 
-__all__ = ["find_part"]
+__all__ = ["find_part", "find_renewals"]
 
 
 def find_part(
@@ -104,6 +104,15 @@ def find_part(
         pieced=pieced,
         cut=frozenset(cut),
     )
+
+
+def find_renewals(units: Sequence[Unit]) -> Iterator[tuple[str, list[frozenset[str]]]]:
+    """Yield name and :attr:`Unit.renews` of the units whose hooks have used only what was theirs."""
+    for unit in units:
+        used = [entry for hook in unit.hooks for entry in hook.used.values()]
+        own = all(any(entry is one for one in unit.entries) for entry in used)
+        if unit.renews is not None and own and not unit.hooks[0].changed:
+            yield unit.name, unit.renews
 
 
 def _runs(

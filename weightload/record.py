@@ -8,7 +8,7 @@ A reload puts back exactly that, and nothing else: what the engine bound later i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import attrs
@@ -83,7 +83,33 @@ class ObjectState:
         """Put one attribute back as it was."""
         vars(self.owner)[name] = self.values[name]
         if name in self.contents:
-            _refill(self.values[name], self.contents[name])
+            self.restore_content(name)
+
+    def restore_content(self, name: str) -> None:
+        """Let a container hold what it held, in the order of then."""
+        _refill(self.values[name], self.contents[name])
+
+    def holds_but_for(self, names: Collection[str]) -> bool:
+        """Whether everything is what it was, but for some attributes and for tensors in slots.
+
+        Args:
+            names: the attributes, which must be of the kind that they were.
+        """
+        mine = vars(self.owner)
+        for name, value in mine.items():
+            before = self.values.get(name, MISSING)
+            if value is before or _is_sessions(name, value):
+                continue
+            if name not in names or not _of_one_kind(before, value):
+                return False
+        if not self.values.keys() <= mine.keys():
+            return False
+        return all(
+            before.keys() == mine[name].keys()
+            if name in SECTIONS
+            else _same_content(before, mine[name])
+            for name, before in self.contents.items()
+        )
 
     def differences(self, later: ObjectState) -> Change | None:
         """Return what changed until ``later``, or ``None``."""
@@ -111,6 +137,21 @@ def _refill(container: Any, content: Any) -> None:
         return
     container.clear()
     container.update(content)
+
+
+def _same_content(before: Any, after: Any) -> bool:
+    if isinstance(before, set):
+        return bool(before == after)
+    if len(before) != len(after):
+        return False
+    if isinstance(before, dict):
+        return all(after.get(name, MISSING) is value for name, value in before.items())
+    return all(one is two for one, two in zip(before, after, strict=True))
+
+
+def _of_one_kind(one: Any, two: Any) -> bool:
+    """Whether two objects are of one type; functions, of one piece of code."""
+    return type(one) is type(two) and getattr(one, "__code__", 0) is getattr(two, "__code__", 0)
 
 
 def _compare_contents(change: Change, name: str, before: Any, after: Any) -> None:

@@ -102,7 +102,9 @@ def test_every_reload_equals_a_fresh_load(toy, deliver, commit):
         ran, receipt = Counter(bench.framework.calls), session.receipt
         assert ran <= hooks, "each hook runs once in a session"
         left = receipt.hooks_spared + receipt.hooks_in_pieces
-        assert ran.total() + left == hooks.total(), "or does the same whatever is loaded, or is done"
+        assert ran.total() + left == hooks.total(), (
+            "or does the same whatever is loaded, or is done"
+        )
         assert set(hooks.values()) <= {1}
 
 
