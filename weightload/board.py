@@ -131,7 +131,7 @@ class Board:
         for unit in self.units:
             unit.births.pool = recorded.pool
             if not self._load.strict and not self._load.atomic and self.verification is None:
-                unit.renews = recorded.renewals.get(unit.name)
+                unit.renewal = recorded.renewals.get(unit.name)
         if not self._load.atomic:
             use_memory(self._load, self.hooks, self._members, recorded, body)
         return Express(self._load, self.arrivals, recorded)
@@ -356,7 +356,10 @@ class Board:
         self._load.counts.hooks_run += 1
         unit.hooks[0].run()
         self._load.mark_dirty()
-        return unit.commit_renewed()
+        done = unit.commit_renewed()
+        if done and unit.renewal is not None:
+            self.moved += unit.renewal.moves
+        return done
 
     def release(self, unit: Unit) -> None:
         """End the staging of a committed ``unit`` and close its tensors to further writes."""
@@ -394,6 +397,8 @@ class Board:
             hook.done = True
         unit.pieces = None
         unit.put_back()
+        self._load.counts.layers_staged += 1
+        self._load.counts.hooks_in_pieces += len(unit.hooks)
         self._no_longer_stale(unit)
         for entry in unit.entries:
             self.arrivals.end(entry)

@@ -23,6 +23,7 @@ from weightload.record import (
     SECTIONS,
     Change,
     ObjectState,
+    Renewal,
     Slot,
     StagedSlot,
     make_record,
@@ -139,9 +140,8 @@ class Unit:
         pieced: parameters whose pieces its one hook processes each by itself, if somebody looked
             and the hook left everything else as it was.
         pieces: what processes the rest of them in this load, instead of the hook.
-        renews: for each of its objects the names of the attributes that its one hook made anew, if
-            somebody looked and the hook left no tensor with elements behind where one can be seen;
-            ``None`` if it did more than that.
+        renewal: what its one hook made anew, if somebody looked and the hook left no tensor with
+            elements behind where one can be seen; ``None`` if it did more than that.
     """
 
     modules: dict[str, nn.Module]
@@ -159,7 +159,7 @@ class Unit:
     hosts: list[tuple[Slot, bool]] = attrs.field(factory=list)
     pieced: list[Slot] = attrs.field(factory=list)
     pieces: Pieces | None = None
-    renews: list[frozenset[str]] | None = None
+    renewal: Renewal | None = None
     _live: list[ObjectState] = attrs.field(factory=list)
     _stagings: dict[int, Staging] = attrs.field(factory=dict)
     _dressed: dict[int, dict[str, Any]] = attrs.field(factory=dict)
@@ -362,7 +362,8 @@ class Unit:
             found = [live.differences(ObjectState.of(live.owner)) for live in self._live]
             self.settled = not other and not plan.moves and not any(found)
             if renews and not any(one.entries or one.contents for one in found if one):
-                self.renews = [frozenset(one.attributes if one else ()) for one in found]
+                names = [frozenset(one.attributes if one else ()) for one in found]
+                self.renewal = Renewal(names, plan.moves)
             keys = {*map(storage_key, tried.values())}
             if tried and plan.alike and keys.issuperset(map(storage_key, other)):
                 self.pieced = [(self.hooks[0].module, "_parameters", name) for name in tried]
@@ -393,9 +394,9 @@ class Unit:
 
         Nothing is done if it was something else.
         """
-        if self.renews is None or len(self.renews) != len(self._live):
+        if self.renewal is None or len(self.renewal.names) != len(self._live):
             return False
-        if not all(map(ObjectState.holds_but_for, self._live, self.renews)):
+        if not all(map(ObjectState.holds_but_for, self._live, self.renewal.names)):
             return False
         sections = [
             (state, section)

@@ -161,8 +161,8 @@ class Learning:
 
     def _entry_at(self, storage: int) -> Entry | None:
         """Return what loaders write to in a storage."""
-        known = self._in_slots.get(storage)
-        return next(self._entries_staged_at(storage), None) if known is None else known
+        # Memory goes from one layer to the next: what is staged in it now counts.
+        return next(self._entries_staged_at(storage), self._in_slots.get(storage))
 
     def _refuse_early(self, hook: Hook, storage: int) -> None:
         for entry in self._load.entries:

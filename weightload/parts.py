@@ -9,7 +9,7 @@ from weightload.layer import Unit
 from weightload.ledger import meet
 from weightload.pieces import Pieced
 from weightload.receipt import Names
-from weightload.record import read_by
+from weightload.record import Renewal, read_by
 from weightload.recorded import Copy, Part, Recorded, counts_of
 from weightload.registry import Role
 from weightload.storage import look_of
@@ -106,13 +106,13 @@ def find_part(
     )
 
 
-def find_renewals(units: Sequence[Unit]) -> Iterator[tuple[str, list[frozenset[str]]]]:
-    """Yield name and :attr:`Unit.renews` of the units whose hooks have used only what was theirs."""
+def find_renewals(units: Sequence[Unit]) -> Iterator[tuple[str, Renewal]]:
+    """Yield name and :attr:`Unit.renewal` of the units whose hooks have used only what was theirs."""
     for unit in units:
         used = [entry for hook in unit.hooks for entry in hook.used.values()]
         own = all(any(entry is one for one in unit.entries) for entry in used)
-        if unit.renews is not None and own and not unit.hooks[0].changed:
-            yield unit.name, unit.renews
+        if unit.renewal is not None and own and not unit.hooks[0].changed:
+            yield unit.name, unit.renewal
 
 
 def _runs(

@@ -88,7 +88,7 @@ class Processing:
             if unit.pieces is not None:
                 self.progress.module = unit.name
                 self.board.finish_pieces(unit)
-            if unit.renews is not None and not unit.hooks[0].attempted:
+            if unit.renewal is not None and not unit.hooks[0].attempted:
                 self.progress.module = unit.name
                 if self.board.renew(unit):
                     self._end(unit)

@@ -80,6 +80,7 @@ class Quick:
         self._batch = Batch()
         self._sent: list[tuple[Copy, int]] = []
         self._handed_over = False
+        self._written = 0
         self.tell: Callable[[], None] | None = None
 
     def prepared(self, express: Express, between: Callable[[], None]) -> None:
@@ -476,25 +477,34 @@ class Quick:
     def hand_over(self, express: Express) -> None:
         """Tell the ledgers of the whole model, now that they are there, what has come so far."""
         self._handed_over = True
+        self._written = self._so_far().bytes_written
         express.enter(self._intake.seen, self._sent)
 
     def counts(self) -> Counts:
         """Return the numbers for the receipt."""
         part = self.part
         checked, spared = len(self.body.tensors), part.spared
+        peak = 0 if self.pieces is None else self.pieces.peak
+        if self._handed_over:
+            return Counts(bytes_written=self._written, staging_peak_bytes=peak)
         if self._intake.seen.keys() >= part.needed:
             return attrs.evolve(
                 part.counts,
                 tensors_checked=checked,
                 hooks_spared=spared,
-                staging_peak_bytes=0 if self.pieces is None else self.pieces.peak,
+                staging_peak_bytes=peak,
             )
-        elsewhere = self._intake.seen.keys() - part.sources
         return attrs.evolve(
-            counts_of([self.recorded.routes.get(name) for name in elsewhere]),
+            self._so_far(),
             tensors_checked=checked,
             hooks_spared=spared,
+            staging_peak_bytes=peak,
         )
+
+    def _so_far(self) -> Counts:
+        """Return the numbers of what has come without a board."""
+        elsewhere = self._intake.seen.keys() - self.part.sources
+        return counts_of([self.recorded.routes.get(name) for name in elsewhere])
 
 
 def _with_first(first: Any, rest: Iterator[Any]) -> Iterator[Any]:

@@ -123,6 +123,19 @@ class ObjectState:
         return change if change.attributes or change.entries or change.contents else None
 
 
+@attrs.frozen(eq=False, repr=False)
+class Renewal:
+    """What a hook is known to leave, if that is nothing that has to be copied.
+
+    Attributes:
+        names: for each object of its unit, the attributes that it makes anew.
+        moves: what cannot keep its storage, as text with the reason: opaque objects.
+    """
+
+    names: list[frozenset[str]]
+    moves: list[str]
+
+
 def _is_sessions(name: str, value: Any) -> bool:
     """Whether an attribute is a session's own, and no state of the object."""
     return name == _ATTRIBUTE or type(value) is ForwardGuard

@@ -19,7 +19,7 @@ from weightload.plan import Form, Plan, View, Write
 from weightload.pool import Pool
 from weightload.reading import Place
 from weightload.receipt import Names
-from weightload.record import SourceFact
+from weightload.record import Renewal, SourceFact
 from weightload.registry import Role
 from weightload.scribe import form_of
 from weightload.skeleton import Body, Skeleton
@@ -192,7 +192,7 @@ class Recorded:
         landings: for each hook, by the name of its module and its role, which of the tensors that
             it makes to write into become the new values of which live ones: the module, the section
             and the name.
-        renewals: by the name of a unit, what its one hook makes anew; see :attr:`Unit.renews`.
+        renewals: by the name of a unit, what its one hook makes anew; see :attr:`Unit.renewal`.
         pool: memory that its loads stage in.
         routes: what has to be done for each name that was asked for so far.
         bundles: what came in one call, or in one file, each of the last loads, by its names.
@@ -206,7 +206,7 @@ class Recorded:
     in_pieces: Part | None = None
     hosts: dict[str, tuple[bool, Look]] = attrs.field(factory=dict)
     landings: dict[tuple[str, Role], dict[Room, tuple[str, str, str]]] = attrs.field(factory=dict)
-    renewals: dict[str, list[frozenset[str]]] = attrs.field(factory=dict)
+    renewals: dict[str, Renewal] = attrs.field(factory=dict)
     pool: Pool = attrs.field(factory=Pool)
     routes: dict[str, Route | None] = attrs.field(factory=dict)
     bundles: dict[tuple[str, ...], Bundle] = attrs.field(factory=dict)

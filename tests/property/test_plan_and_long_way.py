@@ -56,8 +56,9 @@ def excused(one, load):
 
 
 def spares(session):
-    """Whether hooks did not run because they do the same whatever is loaded."""
-    return session.receipt is not None and session.receipt.hooks_spared > 0
+    """Whether hooks did not run because they do the same whatever is loaded, or are done in pieces."""
+    receipt = session.receipt
+    return receipt is not None and receipt.hooks_spared + receipt.hooks_in_pieces > 0
 
 
 def tensors(model):

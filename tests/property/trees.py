@@ -44,6 +44,7 @@ KINDS = {
     "interleaved, packed": partial(loading.InterleavedLinear, packed=True),
     "handle": sharing.HandleLinear,
     "weight handle": sharing.WeightHandleLinear,
+    "foreign kernel": sharing.ForeignLinear,
     "filled attribute": layers.FilledScaleLinear,
     "sinks": sharing.SinkAttention,
     "loaders that look": partial(loading.ScaledLinear, packed=False),

@@ -33,6 +33,7 @@ from weightload.testing.loading import (
     ScatteredLinear,
 )
 from weightload.testing.sharing import (
+    ForeignLinear,
     FusedExperts,
     HandleLinear,
     LatentAttention,
@@ -290,6 +291,7 @@ TOYS: dict[str, Factory] = {
     "scattered": lambda: LoadingModel(ScatteredLinear(packed=True), ScatteredLinear(packed=False)),
     "collecting, composed": lambda: CollectingModel(ComposedLoaderLinear(), PaddedLinear()),
     "handle": lambda: ToyModel(HandleLinear(), Linear()),
+    "foreign kernel": lambda: LoadingModel(ForeignLinear(), Linear(), ForeignLinear()),
     "weight handle": lambda: ToyModel(WeightHandleLinear(), Linear()),
     "shared strategy": _shared_table,
     "sinks": lambda: ToyModel(SinkAttention(), Linear()),

@@ -43,6 +43,7 @@ _ROLES: dict[type, Role] = {
     loading.PiecedStack: Role.QUANT,
     sharing.HandleLinear: Role.QUANT,
     sharing.WeightHandleLinear: Role.QUANT,
+    sharing.ForeignLinear: Role.QUANT,
     layers.FilledScaleLinear: Role.QUANT,
     sharing.FusedExperts: Role.QUANT,
     loading.ScaledLinear: Role.QUANT,

@@ -14,6 +14,8 @@ from weightload.testing.layers import WIDTH, Linear, RepackedLinear, parameter
 
 __all__ = [
     "AddressHandle",
+    "ForeignKernel",
+    "ForeignLinear",
     "FusedExperts",
     "HandleLinear",
     "LatentAttention",
@@ -216,6 +218,39 @@ class HandleLinear(nn.Module):
         """Apply the layer."""
         x = functional.linear(x, self.weight)
         return x if self.handle is None else x * self.handle.read() + self.scale
+
+
+class ForeignKernel:
+    """Stands for a foreign object with memory of its own, which nobody can look into."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.packed = weight.detach().t().contiguous() * 3 + 1
+
+    def __del__(self) -> None:
+        """Release the foreign object."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Multiply."""
+        return x @ self.packed
+
+
+class ForeignLinear(nn.Module):
+    """Its hook packs the weight into a foreign object, and leaves a parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = parameter(WIDTH, WIDTH)
+        self.bias = parameter(WIDTH)
+
+    def process_weights_after_loading(self) -> None:
+        """Make the object, which a closure holds."""
+        kernel = ForeignKernel(self.weight)
+        self.compute: Callable[[Tensor, Tensor], Tensor] = lambda x, bias: kernel(x) + bias
+        self.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the layer to ``[..., WIDTH]``."""
+        return torch.tanh(self.compute(x, self.bias))
 
 
 class WeightHandleLinear(nn.Module):

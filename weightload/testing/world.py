@@ -26,7 +26,7 @@ from weightload.testing.layers import (
     RepackedLinear,
     RoomLinear,
 )
-from weightload.testing.loading import FusedLinear, PaddedLinear
+from weightload.testing.loading import FusedLinear, PaddedLinear, PiecedStack
 from weightload.testing.models import Factory, LoadingModel, State, TiedModel, ToyModel, make_state
 from weightload.testing.oracle import (
     Kept,
@@ -37,7 +37,12 @@ from weightload.testing.oracle import (
     require,
     toy_framework,
 )
-from weightload.testing.sharing import FusedExperts, HandleLinear, LatentAttention
+from weightload.testing.sharing import (
+    ForeignLinear,
+    FusedExperts,
+    HandleLinear,
+    LatentAttention,
+)
 
 __all__ = ["FACTORIES", "Opened", "World", "role_of"]
 
@@ -65,7 +70,9 @@ def _draft() -> ToyModel:
 
 
 def _other() -> ToyModel:
-    return LoadingModel(InPlaceLinear(), RoomLinear(), HandleLinear(), Linear())
+    return LoadingModel(
+        InPlaceLinear(), RoomLinear(), HandleLinear(), Linear(), PiecedStack(2), ForeignLinear()
+    )
 
 
 FACTORIES: dict[str, Factory] = {"target": _target, "draft": _draft, "other": _other}
@@ -203,7 +210,9 @@ class World:
         twice = [call for call, count in counts.items() if count > 1]
         require(not twice, f"ran twice in one session: {twice}")
         hooked = sum(role_of(module) is not None for module in inside.values())
-        require(not complete or len(counts) == hooked, f"{len(counts)} of {hooked} hooks ran")
+        receipt = self.open[name].session.receipt
+        ran = len(counts) + (receipt.hooks_in_pieces if receipt is not None else 0)
+        require(not complete or ran == hooked, f"{ran} of {hooked} hooks ran")
 
     def calls(self, name: str) -> Counter[tuple[Role | None, Any]]:
         """Count the hooks that ran on modules of the model since its session was opened."""

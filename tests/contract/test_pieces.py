@@ -1,0 +1,493 @@
+"""What a hook does to each piece of a tensor by itself is done as the pieces come, without the hook.
+
+Damage shown: a piece is processed twice, or never, or before all of it has come; a hook that does more
+than its rule says is not called; a stack of experts is staged as a whole in some order of the source.
+"""
+
+import itertools
+import random
+import warnings
+
+import pytest
+import torch
+from files_of import write_folder
+from torch import nn
+
+from weightload import (
+    Checkpoint,
+    DuplicateWeightError,
+    IncompleteLoadError,
+    ModuleRule,
+    ProcessingError,
+    Role,
+    Scope,
+    SessionState,
+    StagingBudgetError,
+    WeightLoadError,
+    bundle,
+    pieces,
+)
+from weightload.record import record_of
+from weightload.testing import TOYS, Bench, LoadingModel, ToyModel, layers, loading
+from weightload.testing.layers import WIDTH, parameter
+
+PIECE = 2 * WIDTH * WIDTH * 4
+"""Bytes of one expert of the toy, in the larger of its two stacks."""
+
+SOURCES = {
+    "mapping": lambda state, path: state,
+    "list": lambda state, path: list(state.items()),
+    "iterator": lambda state, path: iter(list(state.items())),
+    "file": lambda state, path: Checkpoint(write_folder(path, state, files=1)),
+    "files": lambda state, path: Checkpoint(write_folder(path, state, files=3)),
+}
+
+
+def _by_expert(name):
+    path, _, number = name.partition("/")
+    layer, _, stack = path.rpartition(".")
+    expert = int(number or 0) // (2 if stack == "both" else 1)
+    return layer, expert, stack, int(number or 0)
+
+
+ORDERS = {
+    "as it is": lambda names: names,
+    "reversed": lambda names: names[::-1],
+    "by expert": lambda names: sorted(names, key=_by_expert),
+    "shuffled": lambda names: random.Random(5).sample(names, len(names)),
+}
+
+
+def known(factory=TOYS["pieced experts"], **options):
+    """Return a bench whose plan knows what is done in pieces."""
+    bench = Bench(factory)
+    for seed in (2, 3):
+        bench.reload(bench.state(seed), plans=True, **options)
+    bench.framework.calls.clear()
+    return bench
+
+
+def load(bench, seed, deliver, **options):
+    with bench.session(plans=True, **options) as session:
+        deliver(session, bench.state(seed))
+    bench.serves = bench.state(seed)
+    bench.check_finished(session)
+    return session.receipt
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("source", SOURCES)
+def test_what_comes_in_any_order_is_right_and_no_hook_is_called(source, order, tmp_path):
+    bench = known()
+    for seed in (4, 5, 4):
+        path = tmp_path / str(random.random())
+
+        def deliver(session, state, path=path):
+            names = ORDERS[order](list(state))
+            session.load(SOURCES[source]({name: state[name] for name in names}, path))
+
+        receipt = load(bench, seed, deliver)
+        assert (receipt.hooks_run, receipt.hooks_in_pieces) == (0, 2)
+        assert (receipt.tensors_staged, receipt.layers_staged) == (4, 2)
+        assert bench.framework.calls == []
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("parts", [2, 3, 7, 100])
+def test_calls_may_part_the_pieces(order, parts):
+    bench = known()
+
+    def deliver(session, state):
+        names = ORDERS[order](list(state))
+        for start in range(0, len(names), -(-len(names) // parts)):
+            some = names[start : start + -(-len(names) // parts)]
+            session.load({name: state[name] for name in some})
+
+    for seed in (4, 5):
+        receipt = load(bench, seed, deliver)
+        assert receipt.hooks_in_pieces == 2
+    assert bench.framework.calls == []
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("source", ["mapping", "iterator", "file"])
+def test_no_order_needs_memory_for_more_than_a_few_pieces(source, order, tmp_path, monkeypatch):
+    monkeypatch.setattr(pieces, "AT_ONCE", 2 * PIECE)
+    monkeypatch.setattr(bundle, "AT_ONCE", 2 * PIECE)
+    monkeypatch.setattr(bundle, "MOST", 8 * PIECE)
+    bench = known(lambda: LoadingModel(loading.PiecedStack(64)))
+
+    def deliver(session, state):
+        names = ORDERS[order](list(state))
+        session.load(SOURCES[source]({name: state[name] for name in names}, tmp_path / "c"))
+
+    receipt = load(bench, 4, deliver)
+    assert 0 < receipt.staging_peak_bytes <= 8 * PIECE
+    assert receipt.hooks_in_pieces == 1
+
+
+class Whole(nn.Module):
+    """A stack that comes as one tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.stack = parameter(5, WIDTH, WIDTH)
+
+    def process_weights_after_loading(self):
+        new = torch.empty_like(self.stack)
+        loading.PiecedStack.turn(self.stack.detach(), new.detach())
+        self.stack = nn.Parameter(new.detach(), requires_grad=False)
+
+    def forward(self, x):
+        for weight in self.stack:
+            x = torch.tanh(nn.functional.linear(x, weight))
+        return x
+
+
+def ruled(cls, of, **rule):
+    """Return a kind of bench whose framework has a rule of its own for a class."""
+
+    class Ruled(Bench):
+        def __attrs_post_init__(self):
+            def process(module):
+                self.framework.calls.append((Role.QUANT, module))
+                module.process_weights_after_loading()
+
+            self.framework.registry.register(
+                cls, ModuleRule(role=Role.QUANT, process=process, pieces=of, **rule), replace=True
+            )
+            super().__attrs_post_init__()
+
+        def check_finished(self, session):
+            self._free_what_nobody_holds()
+            check_by_hand(self.model, self.factory, self.serves)
+            self.check_structure()
+
+    return Ruled
+
+
+def check_by_hand(model, factory, state):
+    """Compare outputs with those of a model that was filled and processed by hand."""
+    want = factory()
+    want.load_weights(state.items()) if hasattr(want, "load_weights") else want.load_state_dict(
+        state
+    )
+    with torch.no_grad():
+        for module in want.modules():
+            if hasattr(module, "process_weights_after_loading"):
+                module.process_weights_after_loading()
+        assert torch.equal(model(model.example()), want(want.example()))
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_one_tensor_may_bring_all_pieces(source, tmp_path):
+    turn = loading.PiecedStack.turn
+    bench = ruled(Whole, lambda _: {"stack": turn})(lambda: ToyModel(Whole(), layers.Linear()))
+    for seed in range(2, 6):
+        bench.framework.calls.clear()
+        receipt = load(
+            bench, seed, lambda s, state, p=tmp_path / str(seed): s.load(SOURCES[source](state, p))
+        )
+    assert (receipt.hooks_in_pieces, bench.framework.calls) == (1, [])
+
+
+# ------------------------------------------------------- when it has to be watched after all
+
+
+def odd(tensor):
+    """The same values, not one run of memory: no plan takes that."""
+    wide = torch.zeros(*tensor.shape[:-1], 2 * tensor.shape[-1])
+    wide[..., ::2] = tensor
+    return wide[..., ::2]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("single", [True, False])
+def test_from_any_tensor_on_the_loaders_may_be_needed(single, order):
+    """What was processed is not processed again; what loaders bring then, is."""
+    bench = known()
+    names = ORDERS[order](list(bench.state(4)))
+    for at in range(len(names)):
+        bench.framework.calls.clear()
+
+        def deliver(session, state, at=at):
+            given = {n: odd(state[n]) if n == names[at] else state[n] for n in names}
+            session.load(iter(given.items()) if single else {n: given[n] for n in names[:at]})
+            if not single:
+                session.load({n: given[n] for n in names[at:]})
+
+        receipt = load(bench, 4 + at % 2, deliver)
+        ran = [module for _, module in bench.framework.calls]
+        assert receipt.hooks_run == len(ran) == len({*map(id, ran)})
+        assert receipt.hooks_run + receipt.hooks_in_pieces == 2
+        assert receipt.bytes_written == receipt.bytes_received
+        assert (receipt.tensors_staged, receipt.tensors_in_place) == (4, 2)
+
+
+@pytest.mark.parametrize("at", range(0, 18, 3))
+def test_a_module_may_be_processed_by_hand_in_the_middle(at):
+    bench = known()
+    names = ORDERS["by expert"](list(bench.state(4)))
+    stacks = [m for m in bench.model.modules() if isinstance(m, loading.PiecedStack)]
+    for seed in (4, 5):
+        asked = []
+
+        def deliver(session, state, asked=asked):
+            session.load({name: state[name] for name in names[:at]})
+            for module in stacks:
+                mine = [
+                    n
+                    for n in names
+                    if bench.model.get_submodule(n.partition("/")[0].rpartition(".")[0]) is module
+                ]
+                if {*mine} <= {*names[:at]}:
+                    asked.append((session.process_quant(module), session.process_quant(module)))
+            session.load({name: state[name] for name in names[at:]})
+
+        load(bench, seed, deliver)
+        assert asked == [(True, False)] * len(asked)
+
+
+@pytest.mark.parametrize("hand_over", [False, True])
+def test_what_comes_twice_is_double_and_the_next_load_is_right(hand_over):
+    bench = known()
+    state = bench.state(4)
+    first = "layers.0.both/0"
+    session = bench.open(plans=True)
+    session.load({name: state[name] for name in ORDERS["by expert"](list(state))})
+    with pytest.raises(DuplicateWeightError) as caught:
+        session.load({first: odd(state[first]) if hand_over else state[first]})
+    bench.check_ended(session, caught.value)
+    assert session.state is SessionState.POISONED
+    bench.check_recovers()
+
+
+@pytest.mark.parametrize("lost", ["layers.0.both/1", "layers.2.down/1"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_what_is_missing_is_named_and_the_next_load_is_right(order, lost):
+    bench = known()
+    state = bench.state(4)
+    session = bench.open(plans=True)
+    session.load({name: state[name] for name in ORDERS[order](list(state)) if name != lost})
+    with pytest.raises(IncompleteLoadError, match=lost.partition("/")[0]) as caught:
+        session.finish()
+    bench.check_ended(session, caught.value)
+    assert session.state is SessionState.POISONED
+    bench.check_recovers()
+
+
+@pytest.mark.parametrize("cut", range(1, 17, 4))
+@pytest.mark.parametrize("order", ORDERS)
+def test_an_abort_in_the_middle_poisons_and_the_next_load_is_right(order, cut):
+    bench = known()
+    state = bench.state(4)
+    session = bench.open(plans=True)
+    session.load({name: state[name] for name in ORDERS[order](list(state))[:cut]})
+    session.abort()
+    bench.check_ended(session)
+    assert session.state is SessionState.POISONED
+    load(bench, 5, lambda s, state: s.load(state))
+
+
+def test_a_loader_that_refuses_what_it_gets_after_others_poisons(monkeypatch):
+    bench = known()
+    state = bench.state(4)
+    names = ORDERS["by expert"](list(state))
+    session = bench.open(plans=True)
+    session.load({name: state[name] for name in names[:4]})
+    with pytest.raises(WeightLoadError) as caught:
+        session.load({names[4]: torch.zeros(3, 3)})
+    bench.check_ended(session, caught.value)
+    bench.check_recovers()
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_function_that_raises_is_named_and_the_next_load_is_right(source, tmp_path):
+    fails = []
+
+    def turn(loaded, new):
+        if fails:
+            raise ValueError("no such kernel")
+        loading.PiecedStack.turn(loaded, new)
+
+    of = lambda _: {"both": turn, "down": turn}  # noqa: E731
+    bench = ruled(loading.PiecedStack, of)(TOYS["pieced experts"])
+    for seed in (2, 3):
+        bench.reload(bench.state(seed), plans=True)
+    fails.append(True)
+    session = bench.open(plans=True)
+    with pytest.raises(ProcessingError, match=r"layers\.[02].*no such kernel") as caught:
+        session.load(SOURCES[source](bench.state(4), tmp_path / "c"))
+    bench.check_ended(session, caught.value)
+    fails.clear()
+    bench.reload(bench.state(5), plans=True)
+
+
+# ------------------------------------------------------- rules that say what is not so
+
+
+class Summed(loading.PiecedStack):
+    """Its hook does to each expert what depends on all of them."""
+
+    def process_weights_after_loading(self):
+        loaded = self.down.detach().clone()
+        super().process_weights_after_loading()
+        self.down = nn.Parameter(self.down.detach() + loaded.sum(), requires_grad=False)
+
+
+class Counting(loading.PiecedStack):
+    """Its hook notes a number that depends on the weights, and the model computes with it."""
+
+    largest = 1.0
+
+    def process_weights_after_loading(self):
+        self.largest = float(self.both.detach().abs().max())
+        super().process_weights_after_loading()
+
+    def forward(self, x):
+        return super().forward(x) * self.largest
+
+
+class Noting(loading.PiecedStack):
+    """Its hook makes another tensor of the weights, which is no parameter."""
+
+    def process_weights_after_loading(self):
+        self.means = self.both.detach().mean((1, 2))
+        super().process_weights_after_loading()
+
+    def forward(self, x):
+        return super().forward(x) + self.means.sum()
+
+
+class Kept(loading.PiecedStack):
+    """Its hook keeps the weights as they were loaded, in an object."""
+
+    def process_weights_after_loading(self):
+        self.kernel = {"down": self.down.detach().clone()}
+        super().process_weights_after_loading()
+
+    def forward(self, x):
+        return super().forward(x) + self.kernel["down"].sum()
+
+
+def halfway(loaded, new):
+    """Write half of each piece."""
+    made = torch.empty_like(loaded)
+    loading.PiecedStack.turn(loaded, made)
+    new[:, : loaded.shape[1] // 2] = made[:, : loaded.shape[1] // 2]
+
+
+TURN = loading.PiecedStack.turn
+CLAIMS = {
+    "all of them count": (Summed, {"both": TURN, "down": TURN}),
+    "a number is noted": (Counting, {"both": TURN, "down": TURN}),
+    "a tensor is made": (Noting, {"both": TURN, "down": TURN}),
+    "an object keeps them": (Kept, {"both": TURN, "down": TURN}),
+    "one function is another": (
+        loading.PiecedStack,
+        {"both": TURN, "down": lambda loaded, new: new.copy_(loaded)},
+    ),
+    "one function does half": (loading.PiecedStack, {"both": TURN, "down": halfway}),
+    "one parameter is left out": (loading.PiecedStack, {"both": TURN}),
+    "one parameter is not there": (loading.PiecedStack, {"both": TURN, "other": TURN}),
+    "this module has none": (loading.PiecedStack, None),
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_a_hook_that_does_more_than_its_rule_says_is_called(claim, source, tmp_path):
+    cls, functions = CLAIMS[claim]
+    bench = ruled(cls, lambda _: functions)(lambda: LoadingModel(cls(), layers.Linear(), cls(2)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for seed in range(2, 6):
+            bench.framework.calls.clear()
+            load(
+                bench,
+                seed,
+                lambda s, state, p=tmp_path / str(seed): s.load(SOURCES[source](state, p)),
+            )
+            assert len(bench.framework.calls) == 2
+
+
+def test_a_function_that_gives_other_values_than_the_hook_is_told_of():
+    cls, functions = CLAIMS["one function is another"]
+    bench = ruled(cls, lambda _: functions)(lambda: LoadingModel(cls()))
+    with pytest.warns(UserWarning, match=r"PiecedStack.*'down'.*'layers\.0'.*other values"):
+        bench.reload(bench.state(2), plans=True)
+
+
+def test_a_rule_that_no_longer_says_so_is_asked_each_time():
+    answers = itertools.cycle([{"both": TURN, "down": TURN}])
+    bench = ruled(loading.PiecedStack, lambda _: next(answers))(TOYS["pieced experts"])
+    for seed in (2, 3):
+        receipt = load(bench, seed, lambda s, state: s.load(state))
+    assert receipt.hooks_in_pieces == 2
+    answers = itertools.cycle([None])
+    receipt = load(bench, 4, lambda s, state: s.load(state))
+    assert (receipt.hooks_in_pieces, receipt.hooks_run) == (0, 2)
+
+
+# ------------------------------------------------------- when hooks are called all the same
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"verify": "full"},
+        {"verify": "sampled"},
+        {"commit": "atomic"},
+        {"plans": False},
+        {"scope": Scope.full(allow_missing=["*.bias"])},
+        {"check_finite": True},
+    ],
+    ids=lambda options: " ".join(map(str, options)),
+)
+def test_hooks_are_called_where_something_is_looked_at_or_may_stay_away(options):
+    bench = known()
+    for seed in (4, 5):
+        bench.framework.calls.clear()
+        with bench.session(**{"plans": True, **options}) as session:
+            session.load(bench.state(seed))
+        bench.serves = bench.state(seed)
+        bench.check_finished(session)
+        assert session.receipt.hooks_in_pieces == 0
+        # What is verified is processed a second time, aside.
+        assert len(bench.framework.calls) >= session.receipt.hooks_run == 2
+    assert load(bench, 6, lambda s, state: s.load(state)).hooks_in_pieces == 2
+
+
+def test_a_tensor_in_whose_memory_another_one_lies_is_not_processed_in_pieces():
+    """As after an engine has moved its parameters into one block."""
+    bench = known()
+    stack = bench.model.layers[0]
+    block = torch.cat([stack.both.detach().flatten(), stack.down.detach().flatten()])
+    count = stack.both.numel()
+    stack.both.data = block[:count].view_as(stack.both)
+    stack.down.data = block[count:].view_as(stack.down)
+    bench.kept = type(bench.kept).of(bench.model)
+    for seed in (4, 5):
+        bench.reload(bench.state(seed), plans=True)
+
+
+def test_a_budget_that_a_stack_does_not_fit_in_is_enough_for_its_pieces():
+    bench = known(lambda: LoadingModel(loading.PiecedStack(3)))
+    room = pieces.room_for(record_of(bench.model).plan.in_pieces.pieced.values())
+    receipt = load(bench, 4, lambda s, state: s.load(state), staging_budget=room)
+    assert receipt.hooks_in_pieces == 1
+    session = bench.open(plans=True, staging_budget=3 * PIECE // 2)
+    with pytest.raises(StagingBudgetError):
+        session.load(bench.state(5))
+    bench.check_ended(session)
+    bench.check_recovers()
+
+
+def test_memory_is_kept_for_a_few_pieces_and_is_used_again():
+    bench = known()
+    pool = record_of(bench.model).plan.pool
+    sizes = []
+    for seed in range(4, 9):
+        load(bench, seed, lambda s, state: s.load(iter(state.items())))
+        sizes.append(pool.nbytes)
+    assert len({*sizes[1:]}) == 1
