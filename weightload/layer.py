@@ -420,7 +420,8 @@ class Unit:
         [hook] = self.hooks if len(self.hooks) == 1 else [None]
         if hook is None or hook.trial is None:
             return {}
-        return hook.trial.holds(hook.name, hook.module)
+        trial, hook.trial = hook.trial, None
+        return trial.holds(hook.name, hook.module)
 
     def _judge_memory(self) -> None:
         """Find out, before the commit, which new values could be made in live memory at once."""

@@ -168,14 +168,6 @@ class Pieces:
                 self._convert_where_it_is(at, first, stop)
         self._waiting = 0
 
-    def untouched(self, chunks: Sequence[Chunk]) -> bool:
-        """Whether nothing has come of the pieces of chunks."""
-        for chunk in chunks:
-            left, numel = self._left_of(chunk.at), self._by_at[chunk.at].numel
-            if left[chunk.first : chunk.stop] != [numel] * (chunk.stop - chunk.first):
-                return False
-        return True
-
     def begin(self, chunks: Sequence[Chunk]) -> dict[int, int]:
         """Return for the place of each chunk where its tensor would have its first element."""
         size = max(
@@ -211,7 +203,6 @@ class Pieces:
         """Process pieces that are complete in live memory, whoever brought them there."""
         for at, first, stop in rest:
             self._convert_where_it_is(at, first, stop)
-            self._left_of(at)[first:stop] = [0] * (stop - first)
 
     def _left_of(self, at: int) -> list[int]:
         left = self._left.get(at)
@@ -339,11 +330,14 @@ class Trial:
         return found
 
     def _same(self, name: str, loaded: torch.Tensor, new: torch.Tensor, some: list[int]) -> bool:
-        for at, piece in enumerate(some):
+        most = max(1, AT_ONCE // max(1, loaded[0].nbytes))
+        first = min(1, len(some) - 1)  # one piece by itself, then as many as there will be
+        groups = [*runs_of(range(first), 1), *runs_of(range(first, len(some)), most)]
+        for start, stop in groups:
+            wanted = new[some[start:stop]]
             # Whatever a function leaves unwritten is not what the hook has made.
-            made = new[piece : piece + 1].clone().view(torch.uint8).bitwise_not_()
-            made = made.view(new.dtype)
-            self.converts[name](loaded[at : at + 1], made)
-            if not torch.equal(made.view(torch.uint8), new[piece : piece + 1].view(torch.uint8)):
+            made = wanted.view(torch.uint8).bitwise_not().view(new.dtype)
+            self.converts[name](loaded[start:stop], made)
+            if not torch.equal(made.view(torch.uint8), wanted.view(torch.uint8)):
                 return False
         return True

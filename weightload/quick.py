@@ -222,9 +222,6 @@ class Quick:
         express, addresses = self._express, self.body.addresses
         if portion.fills and (express is None or not express.expects(portion.fills)):
             return None
-        pieces = self.pieces
-        if portion.chunks and (pieces is None or not pieces.untouched(portion.chunks)):
-            return None
         if portion.live or portion.chunks:
             self._mark_dirty()
         if not portion.fills and not portion.chunks:
@@ -232,8 +229,8 @@ class Quick:
         found = {at: addresses[at] for at in portion.live}
         if express is not None and portion.fills:
             found.update(express.begin(portion.fills))
-        if pieces is not None and portion.chunks:
-            found.update(pieces.begin(portion.chunks))
+        if self.pieces is not None and portion.chunks:
+            found.update(self.pieces.begin(portion.chunks))
         return found
 
     def end(self, portion: Portion) -> None:
@@ -434,7 +431,8 @@ class Quick:
         body = self.body
         for copy in route.copies:
             at = body.skeleton.places[copy.place]
-            if copy.start is not None and tensor.is_cpu:
+            large = copy.nbytes >= LARGE and self._threads
+            if copy.start is not None and tensor.is_cpu and not large:
                 move(body.addresses[at] + copy.to, tensor.data_ptr() + copy.start, copy.nbytes)
             else:
                 copy.carry_out(body.tensors[at], tensor, self._batch)

@@ -1038,7 +1038,7 @@ class WeightLoadSession:
         if vars(self.model).get(ownership.HOLDER) is self:
             del vars(self.model)[ownership.HOLDER]
         if self._ways is not None:
-            self._ways.express = None  # it knows the tensors, and a caller may keep the session
+            self._ways.end()  # a caller may keep the session
         if self._guarded and self._body is not None:
             self._body.let_compute()
         ownership.release(self, self._modules.values(), self._marks, guarded=not self._guarded)

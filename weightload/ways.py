@@ -239,8 +239,12 @@ class Ways:
                 facts = self.family.remember(facts)
             root.manifest = {**before, **facts}
 
-    def let_go(self) -> None:
-        """Let go of what knows the tensors of the model; a caller may keep the session."""
+    def end(self) -> None:
+        """Give scratch memory back, and let go of what knows the tensors of the way by a plan."""
+        self.express = None
         if self.quick is not None and self.quick.pieces is not None:
             self.quick.pieces.let_go()
+
+    def let_go(self) -> None:
+        """Let go of what knows the tensors of the model; a caller may keep the session."""
         self.modules, self.recorded, self.body, self.quick = {}, None, None, None
