@@ -392,7 +392,7 @@ class Board:
             return
         for hook in unit.hooks:
             hook.attempted = True
-        unit.pieces.finish(unit.pieces.rest_of(unit.hooks[0].name))
+        unit.pieces.finish(unit.hooks[0].name)
         for hook in unit.hooks:
             hook.done = True
         unit.pieces = None

@@ -161,7 +161,11 @@ class Pieces:
                 self._waiting += one.nbytes
 
     def settle(self) -> None:
-        """Process the pieces that are complete, each of which is in its own live memory."""
+        """Process the pieces that are complete, each of which is in its own live memory.
+
+        Raises:
+            ProcessingError: what does it raised.
+        """
         while self._ready:
             at, ready = self._ready.popitem()
             for first, stop in runs_of(sorted(ready), self._by_at[at].at_once):
@@ -177,32 +181,28 @@ class Pieces:
         return {one.place: base + one.offset - one.start for one in chunks}
 
     def end(self, chunks: Sequence[Chunk]) -> None:
-        """Process what has been put where :meth:`begin` said."""
+        """Process what has been put where :meth:`begin` said.
+
+        Raises:
+            ProcessingError: what does it raised.
+        """
         for chunk in chunks:
             one, count = self._by_at[chunk.at], chunk.stop - chunk.first
             self._left_of(chunk.at)[chunk.first : chunk.stop] = [0] * count
             loaded = self._scratch[chunk.offset : chunk.offset + count * one.nbytes]
             self._convert(chunk.at, chunk.first, chunk.stop, loaded)
 
-    def rest_of(self, module: str) -> list[tuple[int, int, int]]:
-        """Return the pieces of a module's tensors that have not been processed.
+    def finish(self, module: str) -> None:
+        """Process the rest of a module's tensors, which others have brought into live memory.
 
-        Returns:
-            Position of the tensor, first piece and the piece behind the last one.
+        Raises:
+            ProcessingError: as :meth:`settle`.
         """
-        return [
-            (one.at, first, stop)
-            for one in self._by_at.values()
-            if one.module == module
-            for first, stop in runs_of(
-                [piece for piece, left in enumerate(self._left_of(one.at)) if left], one.at_once
-            )
-        ]
-
-    def finish(self, rest: Iterable[tuple[int, int, int]]) -> None:
-        """Process pieces that are complete in live memory, whoever brought them there."""
-        for at, first, stop in rest:
-            self._convert_where_it_is(at, first, stop)
+        for one in self._by_at.values():
+            if one.module == module:
+                rest = [piece for piece, left in enumerate(self._left_of(one.at)) if left]
+                for first, stop in runs_of(rest, one.at_once):
+                    self._convert_where_it_is(one.at, first, stop)
 
     def _left_of(self, at: int) -> list[int]:
         left = self._left.get(at)
