@@ -191,6 +191,20 @@ def test_one_tensor_may_bring_all_pieces(source, tmp_path):
     assert (receipt.hooks_in_pieces, bench.framework.calls) == (1, [])
 
 
+@pytest.mark.parametrize("source", SOURCES)
+def test_one_tensor_with_all_pieces_needs_memory_for_few_of_them(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(pieces, "AT_ONCE", 1)
+    monkeypatch.setattr(bundle, "MOST", 1)
+    turn = loading.PiecedStack.turn
+    bench = ruled(Whole, lambda _: {"stack": turn})(lambda: ToyModel(Whole(), layers.Linear()))
+    for seed in range(2, 5):
+        receipt = load(
+            bench, seed, lambda s, state, p=tmp_path / str(seed): s.load(SOURCES[source](state, p))
+        )
+    assert receipt.staging_peak_bytes == PIECE // 2
+    assert receipt.hooks_in_pieces == 1
+
+
 # ------------------------------------------------------- when it has to be watched after all
 
 

@@ -40,7 +40,7 @@ from weightload.testing.oracle import require
 BUCKETS = st.sampled_from([64 << 20, 512, 0])
 """From how many bytes on layers that wait are staged in live memory."""
 
-OPAQUE = {"handle", "weight handle"}
+OPAQUE = {"handle", "weight handle", "foreign kernel"}
 """Kinds with objects that strict storage refuses to make anew."""
 
 
