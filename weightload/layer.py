@@ -418,7 +418,9 @@ class Unit:
     def _try_pieces(self) -> dict[str, torch.Tensor]:
         """Return the new parameters that could be made piece by piece; see :class:`Trial`."""
         [hook] = self.hooks if len(self.hooks) == 1 else [None]
-        if hook is None or hook.trial is None:
+        if hook is None or hook.trial is None or hook.changed:
+            return {}
+        if hook.rule.role is not Role.QUANT or hook.rule.rebind is not None:
             return {}
         trial, hook.trial = hook.trial, None
         return trial.holds(hook.name, hook.module)

@@ -11,7 +11,6 @@ from weightload.pieces import Pieced
 from weightload.receipt import Names
 from weightload.record import Renewal, read_by
 from weightload.recorded import Copy, Part, Recorded, counts_of
-from weightload.registry import Role
 from weightload.storage import look_of
 
 __all__ = ["find_part", "find_renewals"]
@@ -139,50 +138,37 @@ def _pieced(
     names: Mapping[int, str],
 ) -> dict[str, Pieced]:
     """Return, by qualified name, the tensors of a unit if all that it needs is done in pieces."""
-    hosts = {slot for slot, _ in unit.hosts}
-    specs = {(module, slot.section, slot.name): slot.spec for module, slot in unit.slots}
-    slots = [slot for slot in unit.pieced if slot in hosts]
-    found = {join(names[id(slot[0])], slot[2]): slot for slot in slots}
+    slots = {join(names[id(slot[0])], slot[2]): slot for slot in unit.pieced}
+    if not slots or not {slot for slot, _ in unit.hosts}.issuperset(unit.pieced):
+        return {}
+    mine = {id(entries[place]) for place in slots}
     used = [entry for hook in unit.hooks for entry in hook.used.values()]
-    if not found or len(unit.hooks) > 1 or unit.hooks[0].changed or not unit.hooks[0].done:
+    if any(entry is None or (entry.touched and id(entry) not in mine) for entry in used):
         return {}
-    if unit.hooks[0].rule.rebind is not None or unit.hooks[0].rule.role is not Role.QUANT:
+    staged = [entry for entry in unit.entries if entry.touched and entry.staging is not None]
+    if not mine.issuperset(map(id, staged)):
         return {}
-    for entry in (*unit.entries, *used):
-        if entry is None:
+    specs = {(module, slot.section, slot.name): slot.spec for module, slot in unit.slots}
+    found = {}
+    for place, (module, section, name) in slots.items():
+        live = vars(module)[section][name]
+        same = specs[module, section, name].look == look_of(live)[1:]
+        if not (same and live.is_contiguous() and live.numel() and _only_filled(entries[place])):
             return {}
-        if entry.touched and not found.keys() & {*entry.names} and entry.staging is not None:
-            return {}
-    for entry in used:
-        if entry is not None and entry.touched and entry.names[0] not in found:
-            return {}
-    made = {}
-    for place, (module, section, name) in found.items():
-        entry, live = entries[place], vars(module)[section][name]
-        shared, spec = entry.shared, specs[module, section, name]
-        if (
-            spec.look != look_of(live)[1:]
-            or not live.is_contiguous()
-            or not live.numel()
-            or place not in recorded.skeleton.places
-            or not entry.complete
-            or len(entry.names) > 1
-            or entry.gaps
-            or entry.kept
-            or shared.names
-            or shared.overlaps
-            or shared.ordered
-        ):
-            return {}
-        made[place] = Pieced(
-            module=names[id(module)],
-            name=name,
-            at=recorded.skeleton.places[place],
-            count=len(live),
-            numel=live[0].numel(),
-            nbytes=live[0].nbytes,
-        )
-    return made
+        at = recorded.skeleton.places[place]
+        found[place] = Pieced.of(names[id(module)], name, at, live)
+    return found
+
+
+def _only_filled(entry: Entry) -> bool:
+    """Whether each element of a tensor came once, under its own name, and from one source."""
+    shared = entry.shared
+    return (
+        entry.complete
+        and len(entry.names) == 1
+        and not (entry.gaps or entry.kept)
+        and not (shared.names or shared.overlaps or shared.ordered)
+    )
 
 
 def _around(

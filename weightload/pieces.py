@@ -69,6 +69,11 @@ class Pieced:
     numel: int
     nbytes: int
 
+    @classmethod
+    def of(cls, module: str, name: str, at: int, live: torch.Tensor) -> Pieced:
+        """Describe a live tensor."""
+        return cls(module, name, at, len(live), live[0].numel(), live[0].nbytes)
+
     @property
     def at_once(self) -> int:
         """How many pieces are processed together."""

@@ -28,7 +28,16 @@ from weightload import (
     pieces,
 )
 from weightload.record import record_of
-from weightload.testing import TOYS, Bench, LoadingModel, ToyModel, layers, loading
+from weightload.testing import (
+    TOYS,
+    Bench,
+    LoadingModel,
+    ToyModel,
+    identical,
+    layers,
+    loading,
+    outputs,
+)
 from weightload.testing.layers import WIDTH, parameter
 
 PIECE = 2 * WIDTH * WIDTH * 4
@@ -483,6 +492,39 @@ def test_a_tensor_in_whose_memory_another_one_lies_is_not_processed_in_pieces():
     bench.kept = type(bench.kept).of(bench.model)
     for seed in (4, 5):
         bench.reload(bench.state(seed), plans=True)
+
+
+def test_tensors_that_were_given_one_memory_are_as_they_are_without_a_plan():
+    """What waits for its other half must not wait in memory that is another tensor's too."""
+    found = []
+    for plans in (True, False):
+        bench = known(lambda: LoadingModel(*(loading.PiecedStack(2) for _ in range(2))))
+        one, two = bench.model.layers
+        one.both.data = two.both.data
+        state = bench.state(4)
+        names = sorted(state, key=lambda name: (*_by_expert(name)[1:], name))
+        with bench.session(plans=plans) as session:
+            session.load(iter([(name, state[name]) for name in names]))
+        found.append(outputs(bench.model))
+    assert identical(*found)
+
+
+def test_what_comes_singly_is_processed_a_few_pieces_at_a_time(monkeypatch):
+    monkeypatch.setattr(pieces, "AT_ONCE", 8 * PIECE)
+    called = []
+
+    def turn(loaded, new):
+        called.append(len(loaded))
+        loading.PiecedStack.turn(loaded, new)
+
+    of = lambda _: {"both": turn, "down": turn}  # noqa: E731
+    bench = ruled(loading.PiecedStack, of)(lambda: LoadingModel(loading.PiecedStack(64)))
+    for seed in (2, 3):
+        bench.reload(bench.state(seed), plans=True)
+    called.clear()
+    load(bench, 4, lambda s, state: s.load(iter(state.items())))
+    assert sum(called) == 2 * 64
+    assert len(called) == 64 // 8 + 64 // 16
 
 
 def test_a_budget_that_a_stack_does_not_fit_in_is_enough_for_its_pieces():
