@@ -355,11 +355,12 @@ class Board:
         unit.allocate()
         self._load.counts.hooks_run += 1
         unit.hooks[0].run()
+        if unit.renewal is None or not unit.renewed:
+            return False
         self._load.mark_dirty()
-        done = unit.commit_renewed()
-        if done and unit.renewal is not None:
-            self.moved += unit.renewal.moves
-        return done
+        unit.commit_renewed()
+        self.moved += unit.renewal.moves
+        return True
 
     def release(self, unit: Unit) -> None:
         """End the staging of a committed ``unit`` and close its tensors to further writes."""

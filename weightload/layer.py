@@ -389,31 +389,34 @@ class Unit:
             and not self.loose
         )
 
-    def commit_renewed(self) -> bool:
-        """Commit what the hook, which has run, is known to leave; return whether it was that.
-
-        Nothing is done if it was something else.
-        """
+    @property
+    def renewed(self) -> bool:
+        """Whether the hook, which has run, has left what it is known to leave, and nothing else."""
         if self.renewal is None or len(self.renewal.names) != len(self._live):
             return False
         if not all(map(ObjectState.holds_but_for, self._live, self.renewal.names)):
             return False
-        sections = [
-            (state, section)
-            for state in self._live
-            if isinstance(state.owner, nn.Module)
-            for section in SECTIONS
-        ]
-        for state, section in sections:
-            now = vars(state.owner)[section]
-            for name, live in state.contents[section].items():
-                if now[name] is not live and not _both_empty(live, now[name]):
-                    return False
-        for state, section in sections:
+        return all(
+            now is live or _both_empty(live, now)
+            for state, section in self._sections()
+            for live, now in zip(
+                state.contents[section].values(),
+                map(vars(state.owner)[section].get, state.contents[section]),
+                strict=True,
+            )
+        )
+
+    def commit_renewed(self) -> None:
+        """Commit that: put the tensors without elements back."""
+        for state, section in self._sections():
             state.restore_content(section)
         make_record(next(iter(self.modules.values()))).keepalive = []
         self.committed = True
-        return True
+
+    def _sections(self) -> Iterator[tuple[ObjectState, str]]:
+        for state in self._live:
+            if isinstance(state.owner, nn.Module):
+                yield from ((state, section) for section in SECTIONS)
 
     def _try_pieces(self) -> dict[str, torch.Tensor]:
         """Return the new parameters that could be made piece by piece; see :class:`Trial`."""

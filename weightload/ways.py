@@ -187,12 +187,12 @@ class Ways:
         """
         self.whole = True
         with working():
+            quick.flush()
             if self.board is None:
                 board, _ = self._open_board(self.modules)
             else:
                 board = self.board
                 board.extend(self.modules)
-        quick.flush()
         express = board.express(quick.recorded, quick.body)
         if quick.pieces is not None:
             board.go_on(quick.pieces)

@@ -99,6 +99,15 @@ class Moody(sharing.ForeignLinear):
         )
 
 
+class Bare(Moody):
+    """It has nothing that is written in place."""
+
+    def __init__(self):
+        super().__init__()
+        del self.bias
+        self.bias = 0.5
+
+
 MOODS = {
     "": None,
     "keeps the weight": StorageChangedError,
@@ -146,15 +155,6 @@ def test_a_hook_that_leaves_something_else_is_walked(mood, monkeypatch, planned)
         assert "layers.0" in planned
 
 
-class Bare(sharing.ForeignLinear):
-    """It has nothing that is written in place."""
-
-    def __init__(self):
-        super().__init__()
-        del self.bias
-        self.bias = 0.5
-
-
 @pytest.mark.parametrize("half_way", [False, True])
 def test_a_hook_that_fails_leaves_an_intact_model_intact(half_way):
     bench = known(lambda: LoadingModel(Bare()))
@@ -165,6 +165,19 @@ def test_a_hook_that_fails_leaves_an_intact_model_intact(half_way):
         session.load({"layers.0.weight": state["layers.0.weight"]})
     bench.check_ended(session, caught.value)
     bench.reload(state, plans=True)
+
+
+def test_what_is_refused_before_anything_was_written_leaves_an_intact_model(monkeypatch):
+    monkeypatch.setattr(Moody, "mood", [""])
+    bench = known(lambda: LoadingModel(Bare()))
+    Moody.mood[0] = "keeps the weight"
+    session = bench.open(plans=True)
+    with pytest.raises(StorageChangedError) as caught:
+        session.load(bench.state(4))
+    Moody.mood[0] = ""
+    bench.check_ended(session, caught.value)
+    assert session.state is SessionState.ABORTED
+    bench.reload(bench.state(5), plans=True)
 
 
 @pytest.mark.parametrize("options", [{"strict": True}, {"verify": "full"}, {"commit": "atomic"}])
