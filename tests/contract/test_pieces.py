@@ -26,6 +26,7 @@ from weightload import (
     WeightLoadError,
     bundle,
     pieces,
+    quick,
 )
 from weightload.record import record_of
 from weightload.testing import (
@@ -525,6 +526,39 @@ def test_what_comes_singly_is_processed_a_few_pieces_at_a_time(monkeypatch):
     load(bench, 4, lambda s, state: s.load(iter(state.items())))
     assert sum(called) == 2 * 64
     assert len(called) == 64 // 8 + 64 // 16
+
+
+@pytest.mark.parametrize("source", ["iterator", "mapping", "file"])
+def test_what_comes_singly_does_not_wait_long(source, tmp_path, monkeypatch):
+    """It is processed while it is still in the processor's cache."""
+    monkeypatch.setattr(pieces, "AT_ONCE", 8 * PIECE)
+    monkeypatch.setattr(quick.Quick, "bundle", lambda *_: None)
+    bench = known(lambda: LoadingModel(loading.PiecedStack(64)))
+    waited, settle = [], pieces.Pieces.settle
+
+    def settling(self):
+        waited.append(self._waiting)
+        settle(self)
+
+    monkeypatch.setattr(pieces.Pieces, "settle", settling)
+    load(bench, 4, lambda s, state: s.load(SOURCES[source](state, tmp_path / "c")))
+    assert 0 < max(waited) <= 8 * PIECE
+
+
+@pytest.mark.parametrize("source", ["mapping", "list", "file"])
+@pytest.mark.parametrize("experts", [5, 64, 100])
+def test_what_comes_expert_by_expert_is_never_taken_singly(source, experts, tmp_path, monkeypatch):
+    monkeypatch.setattr(bundle, "AT_ONCE", 8 * PIECE)
+    monkeypatch.setattr(bundle, "MOST", 32 * PIECE)
+    bench = known(lambda: LoadingModel(loading.PiecedStack(experts)))
+    monkeypatch.setattr(pieces.Pieces, "came", None)
+    for seed in (4, 5):
+
+        def deliver(session, state, path=tmp_path / str(seed)):
+            names = sorted(state, key=lambda name: _by_expert(name)[1:])
+            session.load(SOURCES[source]({name: state[name] for name in names}, path))
+
+        load(bench, seed, deliver)
 
 
 def test_a_budget_that_a_stack_does_not_fit_in_is_enough_for_its_pieces():
