@@ -161,10 +161,8 @@ class CommitPlan:
             if owner.is_module
             for section in SECTIONS
         }
-        return (
-            self.found.renews
-            and not self.hidden
-            and all(id(put[0]) in sections for owner in self.owners for put in owner.puts)
+        return self.found.renews and all(
+            id(put[0]) in sections for owner in self.owners for put in owner.puts
         )
 
     @property

@@ -27,6 +27,7 @@ from weightload import (
     bundle,
     pieces,
     quick,
+    reporting,
 )
 from weightload.record import record_of
 from weightload.testing import (
@@ -313,16 +314,40 @@ def test_an_abort_in_the_middle_poisons_and_the_next_load_is_right(order, cut):
     load(bench, 5, lambda s, state: s.load(state))
 
 
-def test_a_loader_that_refuses_what_it_gets_after_others_poisons(monkeypatch):
+@pytest.mark.parametrize("before", [0, 1, 4])
+def test_what_a_loader_refuses_poisons_if_something_was_processed(before):
     bench = known()
     state = bench.state(4)
     names = ORDERS["by expert"](list(state))
     session = bench.open(plans=True)
-    session.load({name: state[name] for name in names[:4]})
+    session.load({name: state[name] for name in names[:before]})
     with pytest.raises(WeightLoadError) as caught:
-        session.load({names[4]: torch.zeros(3, 3)})
+        session.load({names[before]: torch.zeros(3, 3)})
     bench.check_ended(session, caught.value)
+    assert session.state is (SessionState.POISONED if before else SessionState.ABORTED)
     bench.check_recovers()
+
+
+@pytest.mark.parametrize("source", ["mapping", "iterator", "file"])
+def test_a_listener_may_process_a_module_while_pieces_wait(source, tmp_path, monkeypatch):
+    """From there on the whole model is watched; what is complete by then must not be left."""
+    monkeypatch.setattr(reporting, "EVERY", 0.0)
+    monkeypatch.setattr(bundle, "AT_ONCE", 1)
+    bench = known(
+        lambda: LoadingModel(loading.PiecedStack(), layers.InPlaceLinear(), loading.PiecedStack(2))
+    )
+    for seed in (4, 5):
+        state, asked = bench.state(seed), []
+        state = {name: state[name] for name in sorted(state, key=lambda name: "1." not in name)}
+        with bench.session(plans=True) as session:
+
+            def tell(progress, session=session, asked=asked):
+                if progress.tensors == 7 and not asked:
+                    asked.append(session.process_quant(bench.model.layers[1]))
+
+            session.load(SOURCES[source](state, tmp_path / str(seed)), progress=tell)
+        bench.serves = state
+        bench.check_finished(session)
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -394,6 +419,40 @@ class Kept(loading.PiecedStack):
         return super().forward(x) + self.kernel["down"].sum()
 
 
+class Listing(loading.PiecedStack):
+    """Its hook makes a list that is as long as the weights say, and the model computes with it."""
+
+    def process_weights_after_loading(self):
+        self.items = [1.0] * (1 + int(1000 * self.both.detach().abs().max()) % 7)
+        super().process_weights_after_loading()
+
+    def forward(self, x):
+        return super().forward(x) * len(self.items)
+
+
+class Both(LoadingModel):
+    """One tensor goes to an expert and to a layer that is packed as a whole."""
+
+    def checkpoint(self):
+        return {
+            name: shape for name, shape in super().checkpoint().items() if name != "layers.1.weight"
+        }
+
+    def store(self, name, tensor):
+        super().store(name, tensor)
+        if name == "layers.0.down/1":
+            super().store("layers.1.weight", tensor)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_tensor_may_go_to_an_expert_and_elsewhere(source, tmp_path):
+    bench = Bench(lambda: Both(loading.PiecedStack(), layers.RepackedLinear()))
+    for seed in (2, 3, 4, 5):
+        load(
+            bench, seed, lambda s, state, p=tmp_path / str(seed): s.load(SOURCES[source](state, p))
+        )
+
+
 def halfway(loaded, new):
     """Write half of each piece."""
     made = torch.empty_like(loaded)
@@ -406,6 +465,7 @@ CLAIMS = {
     "all of them count": (Summed, {"both": TURN, "down": TURN}),
     "a number is noted": (Counting, {"both": TURN, "down": TURN}),
     "a tensor is made": (Noting, {"both": TURN, "down": TURN}),
+    "a list is longer": (Listing, {"both": TURN, "down": TURN}),
     "an object keeps them": (Kept, {"both": TURN, "down": TURN}),
     "one function is another": (
         loading.PiecedStack,
@@ -581,3 +641,4 @@ def test_memory_is_kept_for_a_few_pieces_and_is_used_again():
         load(bench, seed, lambda s, state: s.load(iter(state.items())))
         sizes.append(pool.nbytes)
     assert len({*sizes[1:]}) == 1
+    assert sizes[0] > 0
