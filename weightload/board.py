@@ -143,8 +143,11 @@ class Board:
         return Recorded.of(self._load.scribe.plan(self._load), model, self._load)
 
     def judge(self) -> None:
-        """Look which hooks do the same whatever is loaded, for :meth:`judged`; before :meth:`open`."""
-        self._load.judging = not self._load.initial
+        """Look which hooks do the same whatever is loaded, for :meth:`judged`; before :meth:`open`.
+
+        Not in an atomic load, which stages everything: the next one that does not will show it.
+        """
+        self._load.judging = not (self._load.initial or self._load.atomic)
 
     def judged(self, recorded: Recorded) -> None:
         """Enter into a plan which part of the model needs more than copies; this load has finished."""

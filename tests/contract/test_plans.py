@@ -24,6 +24,7 @@ from weightload import (
     WeightMismatchError,
     recorded,
 )
+from weightload.record import record_of
 from weightload.testing import TOYS, Bench, LoadingModel, layers, loading
 
 COMMITS = ("stream", "atomic")
@@ -530,3 +531,17 @@ def test_a_model_that_has_changed_loads_as_without_a_plan(change, when):
                 mine.append((type(error), error.model_intact))
         outcomes.append(mine)
     assert outcomes[0] == outcomes[1]
+
+
+@pytest.mark.parametrize("toy", ["plain", "fused", "pieced experts", "kernel"])
+def test_what_a_load_that_stages_everything_shows_of_hooks_is_not_kept(toy):
+    """The first reload of an engine that vLLM loaded itself is one; the others are to be quick."""
+    bench, other = Bench(TOYS[toy]), Bench(TOYS[toy])
+    bench.reload(bench.state(2), plans=True, commit="atomic")
+    for one in (bench, other):
+        for seed in (3, 4):
+            session = one.reload(one.state(seed), plans=True)
+    parts = [record_of(one.model).plan.part for one in (bench, other)]
+    assert parts[0].modules == parts[1].modules
+    assert parts[0].whole is parts[1].whole is False
+    assert session.receipt.hooks_in_pieces == (2 if toy == "pieced experts" else 0)
