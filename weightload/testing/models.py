@@ -134,7 +134,7 @@ class LoadingModel(ToyModel):
         elif isinstance(owner, ExpertStack):
             for expert in range(len(place)):
                 yield f"{name}/{expert}", (WIDTH, WIDTH)
-        elif isinstance(owner, PiecedStack):
+        elif isinstance(owner, PiecedStack) and place.ndim == 3:
             for number in range(place.numel() // WIDTH**2):
                 yield f"{name}/{number}", (WIDTH, WIDTH)
         elif isinstance(owner, BlockExperts):
