@@ -145,9 +145,6 @@ def _pieced(
     used = [entry for hook in unit.hooks for entry in hook.used.values()]
     if any(entry is None or (entry.touched and id(entry) not in mine) for entry in used):
         return {}
-    staged = [entry for entry in unit.entries if entry.touched and entry.staging is not None]
-    if not mine.issuperset(map(id, staged)):
-        return {}
     specs = {(module, slot.section, slot.name): slot.spec for module, slot in unit.slots}
     found = {}
     for place, (module, section, name) in slots.items():
