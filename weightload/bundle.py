@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from weightload.ledger import Region
-from weightload.moving import LARGE, move
+from weightload.moving import LARGE, carry, move
 from weightload.pieces import AT_ONCE, MOST, Chunk, Pieced, pieces_of, runs_of
 from weightload.record import SourceFact
 from weightload.staging import BUCKET
@@ -101,7 +101,8 @@ class Portion:
             targets = [addresses[place] + to for _, place, to, _, _ in runs]
             sources = [first[at] + start for at, _, _, start, _ in runs]
             sizes = [nbytes for *_, nbytes in runs]
-            deque(map(move, targets, sources, sizes), maxlen=0)
+            how = carry if max(sizes) >= LARGE else move
+            deque(map(how, targets, sources, sizes), maxlen=0)
 
     def pieces(
         self, offsets: Sequence[int], addresses: Addresses

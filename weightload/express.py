@@ -17,7 +17,7 @@ from weightload.batching import Batch
 from weightload.bundle import PLAIN, Fill
 from weightload.entries import Entry, Load
 from weightload.ledger import meet
-from weightload.moving import LARGE, move, unwatched
+from weightload.moving import LARGE, carry, move, unwatched
 from weightload.reading import Place
 from weightload.recorded import Copy, Recorded, Route, loader_of
 
@@ -268,7 +268,7 @@ class Express:
                 and watched.hold.device.type == "cpu"
             ):
                 first = _address(entry)
-                move(first + copy.to, tensor.data_ptr() + copy.start, copy.nbytes)
+                carry(first + copy.to, tensor.data_ptr() + copy.start, copy.nbytes)
                 if verification is None and not entry.gaps:
                     self._begun[copy.place] = entry, first
             else:

@@ -21,7 +21,7 @@ from weightload.entries import Counts
 from weightload.express import Express
 from weightload.intake import Intake
 from weightload.lanes import Lane
-from weightload.moving import LARGE, move
+from weightload.moving import LARGE, carry
 from weightload.pieces import Pieces
 from weightload.reading import Place
 from weightload.recorded import Copy, Part, Recorded, Route, counts_of, loader_of
@@ -403,7 +403,7 @@ class Quick:
             self._note(name, tensor, route)
             address, addresses = tensor.data_ptr(), self.body.addresses
             for at, to, start, nbytes in runs:
-                move(addresses[at] + to, address + start, nbytes)
+                carry(addresses[at] + to, address + start, nbytes)
             return True
         if name in self.part.sources:
             if self._express is None or not self._express.put(name, tensor, route):
@@ -433,7 +433,7 @@ class Quick:
             at = body.skeleton.places[copy.place]
             large = copy.nbytes >= LARGE and self._threads
             if copy.start is not None and tensor.is_cpu and not large:
-                move(body.addresses[at] + copy.to, tensor.data_ptr() + copy.start, copy.nbytes)
+                carry(body.addresses[at] + copy.to, tensor.data_ptr() + copy.start, copy.nbytes)
             else:
                 copy.carry_out(body.tensors[at], tensor, self._batch)
             pieces.came(copy)
