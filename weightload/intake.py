@@ -218,6 +218,7 @@ class Intake:
                         if loans.each:
                             flush()
                         lane.asking(tensor)
+                        del pair, tensor
                         continue
                 if not checked:
                     self.check_pair(name, tensor)
@@ -236,6 +237,7 @@ class Intake:
                 if loans.each:
                     self.end_loans(loans)
                 lane.asking(tensor)
+                del pair, tensor
         except Exception as error:
             self.failure = error
             raise
@@ -288,6 +290,7 @@ class Intake:
                 if pair is _END:
                     return
                 yield pair
+                del pair  # while the next one is made
         except BaseException as error:
             self.source_error = error
             raise

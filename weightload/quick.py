@@ -347,6 +347,7 @@ class Quick:
                 if lent:
                     self.flush()
                 lane.asking(tensor)
+            del pair, tensor  # a source that makes the next one may have this one's memory for it
         self.flush()
         return None
 

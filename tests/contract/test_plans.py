@@ -7,6 +7,7 @@ it knows hides what the loaders would have said.
 
 import random
 import time
+import weakref
 
 import pytest
 import torch
@@ -545,3 +546,26 @@ def test_what_a_load_that_stages_everything_shows_of_hooks_is_not_kept(toy):
     assert parts[0].modules == parts[1].modules
     assert parts[0].whole is parts[1].whole is False
     assert session.receipt.hooks_in_pieces == (2 if toy == "pieced experts" else 0)
+
+
+@pytest.mark.parametrize("toy", ["plain", "fused", "pieced experts", "packed experts", "kernel"])
+def test_nothing_is_held_while_the_next_tensor_is_made(toy):
+    """A source that makes one large tensor after another needs memory for one of them."""
+    bench = Bench(TOYS[toy])
+    for seed in (2, 3):
+        bench.reload(bench.state(seed), plans=True)
+    state, made, alive = bench.state(4), [], []
+
+    def source():
+        for name, tensor in state.items():
+            alive.append(sum(one() is not None for one in made))
+            new = tensor.clone()
+            made.append(weakref.ref(new))
+            yield name, new
+            del new
+
+    with bench.session(plans=True) as session:
+        session.load(source(), transport=[])
+    bench.serves = state
+    bench.check_finished(session)
+    assert alive == [0] * len(state)
