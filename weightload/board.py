@@ -22,7 +22,7 @@ from weightload.layer import Hook, Unit
 from weightload.learning import Learning
 from weightload.partial import select_units
 from weightload.parts import find_part, find_renewals
-from weightload.pieces import Pieces
+from weightload.pieces import Pieces, converts_of
 from weightload.rebound import ReboundAttributes
 from weightload.record import (
     Slot,
@@ -40,6 +40,9 @@ from weightload.storage import Fingerprint, select, storage_key
 from weightload.units import build_units
 
 __all__ = ["Board"]
+
+_UNSURE = 3
+"""Loads with pieces that are what they were, after which these are taken for frozen."""
 
 
 class Board:
@@ -152,13 +155,17 @@ class Board:
     def judged(self, recorded: Recorded) -> None:
         """Enter into a plan which part of the model needs more than copies; this load has finished."""
         if self._load.judging and recorded.part is None:
+            if any(unit.unsure for unit in self.units) and recorded.unsure < _UNSURE:
+                recorded.unsure += 1
+                return
             entries = {name: entry for entry in self._load.entries for name in entry.names}
             find = functools.partial(
                 find_part, self.units, self._members, self._load, recorded, entries
             )
             recorded.part = find()
             if not recorded.part.whole and any(unit.pieced for unit in self.units):
-                recorded.in_pieces = find(in_pieces=True)
+                part = find(in_pieces=True)
+                recorded.in_pieces = part if part.pieced else None
             recorded.hosts, recorded.landings = find_memory(self.units, self._load)
             recorded.renewals = dict(find_renewals(self.units))
 
@@ -187,8 +194,7 @@ class Board:
     def _open(self, modules: Mapping[str, nn.Module]) -> None:
         hooks = find_hooks(modules, self.framework, initial=self._load.initial)
         for hook in hooks if self._load.judging else ():
-            if hook.rule.pieces is not None:
-                hook.converts = hook.rule.pieces(hook.module)
+            hook.converts = converts_of(hook.rule, hook.name, hook.module)
         self.hooks += hooks
         self.hooks.sort(key=order_of)
         if not self._load.initial or self.framework.requires_all:

@@ -295,7 +295,7 @@ class _Cutter:
         for copy in copies:
             span, mine = pieces_of(copy), filled.setdefault(copy.place, Counter())
             for piece in span:
-                mine[piece] += copy.count // len(span)
+                mine[piece] += copy.count // max(1, len(span))
         found: list[Chunk] = []
         offset = 0
         for place, counts in filled.items():

@@ -7,7 +7,7 @@ hook changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -16,10 +16,12 @@ from torch import nn
 
 from weightload.births import Births, Room
 from weightload.commit import CommitCount, CommitPlan, plan_commit
+from weightload.derived import Reconciliation
 from weightload.entries import Entry, join
 from weightload.errors import ProcessingError, StorageChangedError, name_some
 from weightload.pieces import Pieces, Trial
 from weightload.record import (
+    MISSING,
     SECTIONS,
     Change,
     ObjectState,
@@ -137,11 +139,13 @@ class Unit:
             nobody looked.
         hosts: staged slots whose twins could have the memory of the live tensors, if somebody
             looked, with whether the new values were where the checkpoint's had been.
-        pieced: parameters whose pieces its one hook processes each by itself, if somebody looked
-            and the hook left everything else as it was.
-        pieces: what processes the rest of them in this load, instead of the hook.
-        renewal: what its one hook made anew, if somebody looked and the hook left no tensor with
-            elements behind where one can be seen; ``None`` if it did more than that.
+        pieced: found by a load that looks: parameters whose pieces its one hook processes each by
+            itself, while it leaves everything else as it was.
+        unsure: found likewise: that cannot be told, since pieces were what they had been before.
+        renews: found likewise: what its one hook made anew, if it left no tensor with elements
+            behind where one can be seen; ``None`` if it did more than that.
+        pieces: known in this load: what processes the rest of its pieces, instead of the hook.
+        renewal: known in this load: what its hook is going to make anew, and no more than that.
     """
 
     modules: dict[str, nn.Module]
@@ -158,6 +162,8 @@ class Unit:
     settled: bool | None = None
     hosts: list[tuple[Slot, bool]] = attrs.field(factory=list)
     pieced: list[Slot] = attrs.field(factory=list)
+    unsure: bool = False
+    renews: Renewal | None = None
     pieces: Pieces | None = None
     renewal: Renewal | None = None
     _live: list[ObjectState] = attrs.field(factory=list)
@@ -349,24 +355,12 @@ class Unit:
             judge: look whether that changes anything; see :attr:`settled`.
         """
         plan = self._plan
-        judge = judge and plan is not None
-        renews = judge and plan is not None and self._only_renews(plan)
-        other: list[torch.Tensor] = []
-        tried: dict[str, torch.Tensor] = {}
-        if judge:
-            other = [new for _, live, new in self.planned_copies() if not torch.equal(live, new)]
-            tried = self._try_pieces()
-            self._judge_memory()
+        judged = plan if judge else None
+        if judged is not None:
+            self._judge_values(judged)
         count = plan.carry_out() if plan is not None else CommitCount()
-        if judge and plan is not None:
-            found = [live.differences(ObjectState.of(live.owner)) for live in self._live]
-            self.settled = not other and not plan.moves and not any(found)
-            if renews and not any(one.entries or one.contents for one in found if one):
-                names = [frozenset(one.attributes if one else ()) for one in found]
-                self.renewal = Renewal(names, plan.moves)
-            keys = {*map(storage_key, tried.values())}
-            if tried and plan.alike and keys.issuperset(map(storage_key, other)):
-                self.pieced = [(self.hooks[0].module, "_parameters", name) for name in tried]
+        if judged is not None:
+            self._judge_objects(judged)
         # An opaque object may know the address of a tensor that the hook made: those tensors
         # live as long as the object does, that is until the next processing. A twin is emptied
         # when its staging ends, and a view of it keeps the memory.
@@ -376,27 +370,68 @@ class Unit:
         self.committed = True
         return count
 
-    def _only_renews(self, plan: CommitPlan) -> bool:
-        """Whether the one hook has made attributes anew, and nothing that a commit copies."""
-        return (
+    def _judge_values(self, plan: CommitPlan) -> None:
+        """Compare the new values with those that they are about to be copied over."""
+        copies = [(live, new) for _, live, new in plan.named_copies()]
+        other = [(live, new) for live, new in copies if not torch.equal(live, new)]
+        self.settled = not other and not plan.moves
+        self._judge_memory()
+        [hook] = self.hooks if len(self.hooks) == 1 else [None]
+        if hook is None or hook.rule.role is not Role.QUANT or hook.rule.rebind is not None:
+            return
+        if hook.trial is not None:
+            self._judge_pieces(plan, hook, hook.trial, other)
+            hook.trial = None
+        if (
             plan.renews
-            and len(self.hooks) == 1
-            and self.hooks[0].rule.role is Role.QUANT
-            and self.hooks[0].rule.rebind is None
             and self._exact() is None
-            and not self.fresh
-            and not self.inferred
-            and not self.loose
-        )
+            and not (self.fresh or self.inferred or self.loose)
+        ):
+            self.renews = Renewal([], plan.moves)
+
+    def _judge_pieces(
+        self,
+        plan: CommitPlan,
+        hook: Hook,
+        trial: Trial,
+        other: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    ) -> None:
+        """Find out whether all that the hook has done could be done piece by piece."""
+        lives = {name: self.live_tensor(hook.module, "_parameters", name) for name in trial.loaded}
+        tried = trial.holds(hook.name, hook.module)
+        mine = {(storage_key(lives[name]), storage_key(new)) for name, new in tried.items()}
+        if not tried or hook.changed or not plan.alike:
+            return
+        if not mine.issuperset((storage_key(live), storage_key(new)) for live, new in other):
+            return
+        if all(trial.shows(name, lives[name], new) for name, new in tried.items()):
+            self.pieced = [(hook.module, "_parameters", name) for name in tried]
+        else:
+            self.unsure = True
+
+    def _judge_objects(self, plan: CommitPlan) -> None:
+        """Look, after the commit, which objects are others than before."""
+        found = [live.differences(ObjectState.of(live.owner)) for live in self._live]
+        self.settled = self.settled and not any(found)
+        if self.renews is None or any(one.entries or one.contents for one in found if one):
+            self.renews = None
+            return
+        names = [frozenset(one.attributes if one else ()) for one in found]
+        self.renews = attrs.evolve(self.renews, names=names)
 
     @property
     def renewed(self) -> bool:
         """Whether the hook, which has run, has left what it is known to leave, and nothing else."""
         if self.renewal is None or len(self.renewal.names) != len(self._live):
             return False
-        if not all(map(ObjectState.holds_but_for, self._live, self.renewal.names)):
-            return False
-        return all(
+        found = Reconciliation()
+        for state, names in zip(self._live, self.renewal.names, strict=True):
+            if not state.holds_but_for(names):
+                return False
+            for name in names:
+                now = vars(state.owner).get(name, MISSING)
+                found.match(state.values.get(name, MISSING), now, name)
+        return found.renews and all(
             now is live or _both_empty(live, now)
             for state, section in self._sections()
             for live, now in zip(
@@ -417,16 +452,6 @@ class Unit:
         for state in self._live:
             if isinstance(state.owner, nn.Module):
                 yield from ((state, section) for section in SECTIONS)
-
-    def _try_pieces(self) -> dict[str, torch.Tensor]:
-        """Return the new parameters that could be made piece by piece; see :class:`Trial`."""
-        [hook] = self.hooks if len(self.hooks) == 1 else [None]
-        if hook is None or hook.trial is None or hook.changed:
-            return {}
-        if hook.rule.role is not Role.QUANT or hook.rule.rebind is not None:
-            return {}
-        trial, hook.trial = hook.trial, None
-        return trial.holds(hook.name, hook.module)
 
     def _judge_memory(self) -> None:
         """Find out, before the commit, which new values could be made in live memory at once."""

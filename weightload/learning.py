@@ -72,7 +72,7 @@ class Learning:
         landings = unit.landings(hook)
         unit.births.begin(landings, self._land, noting=self._load.judging)
         before = self._states_around(unit, hook) if self._load.judging else []
-        if self._load.judging and hook.converts:
+        if self._load.judging and hook.converts and unit.staged and len(unit.hooks) == 1:
             hook.trial = Trial.of(hook.module, hook.converts)
         try:
             with self._reads_of(hook) as touch:

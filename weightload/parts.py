@@ -77,21 +77,13 @@ def find_part(
         for copy in copies[name]
         if copy.place not in pieced
     }
-    counts = counts_of(recorded.routes.get(name) for name in straight)
-    if pieced:
-        layers = len({one.module for one in pieced.values()})
-        counts.tensors_in_place -= len(pieced)
-        counts.tensors_staged += len(pieced)
-        counts.layers_in_place -= layers
-        counts.layers_staged += layers
-        counts.hooks_in_pieces += layers
     return Part(
         whole=False,
         modules=frozenset(names[key] for key in inside),
         sources=frozenset(sources),
         runs=dict(_runs(recorded, {name: copies[name] for name in straight - cut})),
         needed=frozenset(copies),
-        counts=counts,
+        counts=counts_of([recorded.routes.get(name) for name in straight], pieced),
         places=[recorded.skeleton.places[place] for place in elsewhere],
         loaders=[*elsewhere.values()],
         spared=sum(
@@ -106,12 +98,12 @@ def find_part(
 
 
 def find_renewals(units: Sequence[Unit]) -> Iterator[tuple[str, Renewal]]:
-    """Yield name and :attr:`Unit.renewal` of the units whose hooks have used only what was theirs."""
+    """Yield name and :attr:`Unit.renews` of the units whose hooks have used only what was theirs."""
     for unit in units:
         used = [entry for hook in unit.hooks for entry in hook.used.values()]
         own = all(any(entry is one for one in unit.entries) for entry in used)
-        if unit.renewal is not None and own and not unit.hooks[0].changed:
-            yield unit.name, unit.renewal
+        if unit.renews is not None and own and not unit.hooks[0].changed:
+            yield unit.name, unit.renews
 
 
 def _runs(
@@ -150,7 +142,9 @@ def _pieced(
     for place, (module, section, name) in slots.items():
         live = vars(module)[section][name]
         same = specs[module, section, name].look == look_of(live)[1:]
-        if not (same and live.is_contiguous() and live.numel() and _only_filled(entries[place])):
+        if not (same and live.is_contiguous() and live.numel()) or live.is_inference():
+            return {}
+        if not _only_filled(entries[place]):
             return {}
         at = recorded.skeleton.places[place]
         found[place] = Pieced.of(names[id(module)], name, at, live)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -19,7 +19,7 @@ from torch import nn
 
 from weightload.errors import ProcessingError
 from weightload.pool import Pool
-from weightload.registry import Convert, Role
+from weightload.registry import Convert, ModuleRule, Role
 from weightload.staging import BUCKET
 from weightload.storage import storage_key
 
@@ -35,6 +35,7 @@ __all__ = [
     "Pieces",
     "Trial",
     "alone",
+    "converts_of",
     "pieces_of",
     "room_for",
     "runs_of",
@@ -60,6 +61,8 @@ class Pieced:
         count: how many pieces it has.
         numel: elements of each.
         nbytes: size of each.
+        address: where the first one was when its hook was looked at. What else the hook made might
+            have looked into that memory, and would not follow to another.
     """
 
     module: str
@@ -68,11 +71,12 @@ class Pieced:
     count: int
     numel: int
     nbytes: int
+    address: int
 
     @classmethod
     def of(cls, module: str, name: str, at: int, live: torch.Tensor) -> Pieced:
         """Describe a live tensor."""
-        return cls(module, name, at, len(live), live[0].numel(), live[0].nbytes)
+        return cls(module, name, at, len(live), live[0].numel(), live[0].nbytes, live.data_ptr())
 
     @property
     def at_once(self) -> int:
@@ -269,11 +273,53 @@ def _room_of(nbytes: int) -> int:
     return 1 << (nbytes - 1).bit_length()
 
 
-def alone(body: Body, pieced: Iterable[Pieced]) -> bool:
-    """Whether no other tensor of a model looks into the memory of some of its tensors."""
+def alone(body: Body, pieced: Collection[Pieced]) -> bool:
+    """Whether tensors are where they were, and no other of the model looks into their memory."""
     keys = [*map(storage_key, body.tensors)]
     mine = {keys[one.at] for one in pieced}
-    return sum(key in mine for key in keys) == len(mine)
+    there = all(body.tensors[one.at].data_ptr() == one.address for one in pieced)
+    return there and sum(key in mine for key in keys) == len(mine)
+
+
+def converts_of(rule: ModuleRule, path: str, module: nn.Module) -> dict[str, Convert] | None:
+    """Return what a rule says of a module's pieces, ``None`` if that is nothing, or makes no sense.
+
+    Args:
+        rule: the rule.
+        path: the module's qualified name, for a warning.
+        module: the module, as it computes.
+    """
+    if rule.pieces is None:
+        return None
+    try:
+        said = rule.pieces(module)
+        if said is None:
+            return None
+        found: dict[str, Any] = dict(said)
+        strange = [name for name in found if module._parameters.get(name) is None]
+        strange += [name for name, convert in found.items() if not callable(convert)]
+    except Exception as error:
+        _warn(path, module, f"raised {type(error).__name__}: {error}")
+        return None
+    if strange:
+        _warn(
+            path, module, f"names {strange}, which are no parameters, or gives no function for them"
+        )
+        return None
+    return found
+
+
+def _warn(path: str, module: nn.Module, what: str) -> None:
+    warnings.warn(
+        f"The rule for {type(module).__qualname__} says how pieces are processed, and for {path!r} "
+        f"that {what}. The hook is called in every reload.",
+        stacklevel=2,
+    )
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a contiguous tensor ``[pieces, ...]`` as ``[pieces, bytes]``."""
+    return tensor.reshape(len(tensor), -1).view(torch.uint8)
 
 
 def _fits(loaded: torch.Tensor, new: torch.Tensor, some: list[int]) -> bool:
@@ -323,16 +369,25 @@ class Trial:
             new = module._parameters.get(name)
             if new is None or not _fits(loaded, new, some):
                 continue  # it has another form now
-            if self._same(name, loaded, new.detach(), some):
+            try:
+                same = self._same(name, loaded, new.detach(), some)
+            except Exception as error:
+                _warn(path, module, f"raises {type(error).__name__} for {name!r}: {error}")
+                continue
+            if same:
                 found[name] = new
             else:
-                warnings.warn(
-                    f"The rule for {type(module).__qualname__} says how pieces of {name!r} are "
-                    f"processed, and for {path!r} that gives other values than its hook. The hook "
-                    f"is called in every reload.",
-                    stacklevel=2,
-                )
+                _warn(path, module, f"gives other values than its hook for {name!r}")
         return found
+
+    def shows(self, name: str, live: torch.Tensor, new: torch.Tensor) -> bool:
+        """Whether all pieces that are looked at are others than before.
+
+        If not, nothing can be said of what may depend on them.
+        """
+        some, _ = self.loaded[name]
+        before, now = (_bits(tensor.detach()[some]) for tensor in (live, new))
+        return bool((before != now).flatten(1).any(1).all())
 
     def _same(self, name: str, loaded: torch.Tensor, new: torch.Tensor, some: list[int]) -> bool:
         most = max(1, AT_ONCE // max(1, loaded[0].nbytes))
@@ -341,8 +396,8 @@ class Trial:
         for start, stop in groups:
             wanted = new[some[start:stop]]
             # Whatever a function leaves unwritten is not what the hook has made.
-            made = wanted.view(torch.uint8).bitwise_not().view(new.dtype)
+            made = _bits(wanted).bitwise_not().view(new.dtype).view(wanted.shape)
             self.converts[name](loaded[start:stop], made)
-            if not torch.equal(made.view(torch.uint8), wanted.view(torch.uint8)):
+            if not torch.equal(_bits(made), _bits(wanted)):
                 return False
         return True

@@ -486,15 +486,9 @@ class Quick:
         peak = 0 if self.pieces is None else self.pieces.peak
         if self._handed_over:
             return Counts(bytes_written=self._written, staging_peak_bytes=peak)
-        if self._intake.seen.keys() >= part.needed:
-            return attrs.evolve(
-                part.counts,
-                tensors_checked=checked,
-                hooks_spared=spared,
-                staging_peak_bytes=peak,
-            )
+        whole = self._intake.seen.keys() >= part.needed
         return attrs.evolve(
-            self._so_far(),
+            part.counts if whole else self._so_far(),
             tensors_checked=checked,
             hooks_spared=spared,
             staging_peak_bytes=peak,
@@ -503,7 +497,7 @@ class Quick:
     def _so_far(self) -> Counts:
         """Return the numbers of what has come without a board."""
         elsewhere = self._intake.seen.keys() - self.part.sources
-        return counts_of([self.recorded.routes.get(name) for name in elsewhere])
+        return counts_of(map(self.recorded.routes.get, elsewhere), self.part.pieced)
 
 
 def _with_first(first: Any, rest: Iterator[Any]) -> Iterator[Any]:

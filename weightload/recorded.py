@@ -193,6 +193,7 @@ class Recorded:
             it makes to write into become the new values of which live ones: the module, the section
             and the name.
         renewals: by the name of a unit, what its one hook makes anew; see :attr:`Unit.renewal`.
+        unsure: how many loads could not tell what hooks do to pieces.
         pool: memory that its loads stage in.
         routes: what has to be done for each name that was asked for so far.
         bundles: what came in one call, or in one file, each of the last loads, by its names.
@@ -207,6 +208,7 @@ class Recorded:
     hosts: dict[str, tuple[bool, Look]] = attrs.field(factory=dict)
     landings: dict[tuple[str, Role], dict[Room, tuple[str, str, str]]] = attrs.field(factory=dict)
     renewals: dict[str, Renewal] = attrs.field(factory=dict)
+    unsure: int = 0
     pool: Pool = attrs.field(factory=Pool)
     routes: dict[str, Route | None] = attrs.field(factory=dict)
     bundles: dict[tuple[str, ...], Bundle] = attrs.field(factory=dict)
@@ -289,14 +291,24 @@ class Recorded:
         )
 
 
-def counts_of(routes: Iterable[Route | None]) -> Counts:
-    """Return the numbers of what goes straight to its places."""
+def counts_of(routes: Iterable[Route | None], pieced: Mapping[str, Pieced]) -> Counts:
+    """Return the numbers of what goes to its places without a board.
+
+    Args:
+        routes: of what has come.
+        pieced: the places that are processed in pieces, by their qualified names.
+    """
     known = [route for route in routes if route is not None]
     places = {copy.place for route in known for copy in route.copies}
+    split = places & pieced.keys()
+    modules = {pieced[place].module for place in split}
     return Counts(
         bytes_written=sum(route.written for route in known),
-        tensors_in_place=len(places),
-        layers_in_place=len({place.rpartition(".")[0] for place in places}),
+        tensors_in_place=len(places - split),
+        tensors_staged=len(split),
+        layers_in_place=len({place.rpartition(".")[0] for place in places - split}),
+        layers_staged=len(modules),
+        hooks_in_pieces=len(modules),
     )
 
 

@@ -79,6 +79,11 @@ class ModuleRule:
         if self.role.has_hook != (self.process is not None):
             expected = "needs a process hook" if self.role.has_hook else "takes no process hook"
             raise UsageError(f"A rule with role {self.role.name} {expected}.")
+        if self.pieces is not None and (self.role is not Role.QUANT or self.rebind is not None):
+            raise UsageError(
+                f"A rule with pieces has role QUANT and no rebind, found {self.role.name}"
+                f"{' with rebind' if self.rebind is not None else ''}."
+            )
 
     def run(self, module: Any) -> None:
         """Process ``module``; does nothing for a role without a hook."""

@@ -15,7 +15,7 @@ from weightload.express import Express
 from weightload.family import Family
 from weightload.framework import Framework
 from weightload.intake import Intake
-from weightload.pieces import alone, room_for
+from weightload.pieces import alone, converts_of, room_for
 from weightload.processing import Processing
 from weightload.progress import Progress
 from weightload.quick import Quick
@@ -120,7 +120,7 @@ class Ways:
         somebody else looks into the memory of one of the tensors.
         """
         part, scope = recorded.in_pieces, self.scope
-        if part is None or part.whole:
+        if part is None:
             return None
         room = room_for(part.pieced.values())
         if (
@@ -137,11 +137,19 @@ class Ways:
         for place, one in part.pieced.items():
             module = body.modules[one.module]
             rules = self.framework.registry.rules_for(module, one.module)
-            made = rules[0].pieces(module) if len(rules) == 1 and rules[0].pieces else None
+            made = converts_of(rules[0], one.module, module) if len(rules) == 1 else None
             if made is None or one.name not in made:
                 return None
             found[place] = made[one.name]
         return found
+
+    def _budget(self) -> int | None:
+        """Return how many bytes a board may stage: what pieces do not need."""
+        if self.initial or self.staging_budget is None:
+            return None
+        pieces = None if self.quick is None else self.quick.pieces
+        room = 0 if pieces is None else room_for(pieces.pieced.values())
+        return self.staging_budget - room
 
     def _open_board(self, modules: Mapping[str, nn.Module]) -> tuple[Board, Processing]:
         framework = self.framework
@@ -156,7 +164,7 @@ class Ways:
             scope=self.scope,
             strict=strict,
             area=Area(
-                budget=None if self.initial else self.staging_budget,
+                budget=self._budget(),
                 dirty=self.progress.is_dirty,
             ),
         )

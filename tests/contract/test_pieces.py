@@ -7,6 +7,7 @@ than its rule says is not called; a stack of experts is staged as a whole in som
 import itertools
 import random
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from weightload import (
     Scope,
     SessionState,
     StagingBudgetError,
+    UsageError,
     WeightLoadError,
     bundle,
     pieces,
@@ -531,6 +533,181 @@ def test_a_hook_that_does_more_than_its_rule_says_is_called(claim, source, tmp_p
             assert len(bench.framework.calls) == 2
 
 
+class Summing(loading.PiecedStack):
+    """Its hook overwrites a buffer with what depends on the weights."""
+
+    def __init__(self, experts=3):
+        super().__init__(experts)
+        self.register_buffer("sums", torch.zeros(experts), persistent=False)
+
+    def process_weights_after_loading(self):
+        self.sums.copy_(self.both.detach().sum((1, 2)))
+        super().process_weights_after_loading()
+
+    def forward(self, x):
+        return super().forward(x) + self.sums.sum()
+
+
+@pytest.mark.parametrize("frozen", ["all", "one stack", "one expert"])
+@pytest.mark.parametrize("cls", [Counting, Noting, Summing, Kept])
+def test_nothing_is_learned_of_pieces_that_are_what_they_were(cls, frozen):
+    """As when a trainer first sends what the engine was started with."""
+    bench = ruled(cls, lambda _: {"both": TURN, "down": TURN})(lambda: LoadingModel(cls()))
+    kept = {
+        "all": lambda name: True,
+        "one stack": lambda name: ".both" in name,
+        "one expert": lambda name: name.endswith(("both/0", "both/1", "down/0")),
+    }[frozen]
+    first = bench.state(1)
+    for seed in (1, 1, 2, 3, 4, 5, 6):
+        state = bench.state(seed)
+        if seed < 4:
+            state = {name: first[name] if kept(name) else state[name] for name in state}
+        with bench.session(plans=True) as session:
+            session.load(state)
+        bench.serves = state
+        bench.check_finished(session)
+        assert session.receipt.hooks_in_pieces == 0
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_what_cannot_be_told_for_long_is_done_by_hooks(frozen):
+    """Experts that are never trained do not keep everything else from being quick."""
+    bench = Bench(lambda: LoadingModel(loading.PiecedStack(), layers.RepackedLinear()))
+    first = bench.state(1)
+    for seed in (1, 1, 4, 5, 6, 7):
+        state = bench.state(seed)
+        if frozen:
+            state = {n: first[n] if n.startswith("layers.0") else state[n] for n in state}
+        with bench.session(plans=True) as session:
+            session.load(state)
+        bench.serves = state
+        bench.check_finished(session)
+        receipt = session.receipt
+    assert receipt.hooks_in_pieces == (not frozen)
+    assert not record_of(bench.model).plan.part.whole
+
+
+class Outer:
+    def __init__(self, weight):
+        self.weight = weight
+
+
+class Held(loading.PiecedStack):
+    """An object looks into the memory of the new weight."""
+
+    def process_weights_after_loading(self):
+        super().process_weights_after_loading()
+        self.kernel = Outer(self.both.detach())
+
+    def forward(self, x):
+        return super().forward(x) + self.kernel.weight[0].sum()
+
+
+@pytest.mark.parametrize("when", [0, 1, 2])
+def test_what_looked_into_a_weight_does_not_follow_it_to_other_memory(when):
+    bench = ruled(Held, lambda _: {"both": TURN, "down": TURN})(lambda: LoadingModel(Held()))
+    for number, seed in enumerate((2, 3, 4, 5)):
+        if number == when:
+            stack = bench.model.layers[0]
+            stack.both.data = stack.both.data.clone()
+            bench.kept = type(bench.kept).of(bench.model)
+        with bench.session(plans=True) as session:
+            session.load(bench.state(seed))
+        bench.serves = bench.state(seed)
+        check_by_hand(bench.model, bench.factory, bench.serves)
+
+
+def boom(loaded, new):
+    raise ValueError("no such kernel")
+
+
+def raising(module):
+    raise RuntimeError("no such backend")
+
+
+@pytest.mark.parametrize(
+    ("says", "told"),
+    [
+        (lambda _: {"both": boom, "down": TURN}, "raises ValueError for 'both': no such kernel"),
+        (lambda _: {"both": 3, "down": TURN}, r"names \['both'\]"),
+        (lambda _: {"bothe": TURN}, r"names \['bothe'\]"),
+        (lambda _: 3, "raised TypeError"),
+        (raising, "raised RuntimeError: no such backend"),
+    ],
+)
+def test_a_rule_that_makes_no_sense_is_told_of_and_hooks_are_called(says, told):
+    bench = ruled(loading.PiecedStack, says)(TOYS["pieced experts"])
+    with pytest.warns(UserWarning, match=rf"PiecedStack.*'layers\.0'.*{told}"):
+        bench.reload(bench.state(2), plans=True)
+    for seed in (3, 4):
+        session = bench.reload(bench.state(seed), plans=True)
+        assert (session.receipt.hooks_in_pieces, session.receipt.hooks_run) == (0, 2)
+
+
+def test_a_rule_that_raises_later_is_told_of_and_hooks_are_called():
+    says = [lambda _: {"both": TURN, "down": TURN}]
+    bench = ruled(loading.PiecedStack, lambda module: says[0](module))(TOYS["pieced experts"])
+    for seed in (2, 3):
+        session = bench.reload(bench.state(seed), plans=True)
+    assert session.receipt.hooks_in_pieces == 2
+    says[0] = raising
+    with pytest.warns(UserWarning, match="no such backend"):
+        session = bench.reload(bench.state(4), plans=True)
+    assert session.receipt.hooks_in_pieces == 0
+
+
+@pytest.mark.parametrize("rule", [{"role": Role.ATTENTION}, {"role": Role.QUANT, "rebind": id}])
+def test_a_rule_with_pieces_that_nobody_would_ask_is_refused(rule):
+    with pytest.raises(UsageError, match="role QUANT and no rebind"):
+        ModuleRule(process=id, pieces=lambda _: {}, **rule)
+
+
+def test_tensors_of_inference_mode_are_done_by_hooks():
+    with torch.inference_mode():
+        bench = Bench(TOYS["pieced experts"])
+    for seed in (2, 3):
+        with bench.session(plans=True) as session:
+            session.load(bench.state(seed))
+        assert session.receipt.hooks_in_pieces == 0
+
+
+def test_what_is_tried_is_let_go_with_its_layer(monkeypatch):
+    alive, held = [], []
+    of = pieces.Trial.of.__func__
+
+    def trying(cls, module, converts):
+        alive.append(sum(one() is not None for one in held))
+        made = of(cls, module, converts)
+        held.append(weakref.ref(made))
+        return made
+
+    monkeypatch.setattr(pieces.Trial, "of", classmethod(trying))
+    bench = Bench(lambda: LoadingModel(*(loading.PiecedStack() for _ in range(4))))
+    bench.reload(bench.state(2), plans=True)
+    assert alive == [0] * 4
+
+
+def test_an_abort_tells_what_was_done_in_pieces():
+    bench = known()
+    state = bench.state(4)
+    told = []
+    for plans in (True, False):
+        session = bench.open(plans=plans)
+        session.load({n: t for n, t in state.items() if n.startswith("layers.0")})
+        session.abort()
+        receipt = session.receipt
+        told.append(
+            (
+                receipt.tensors_staged,
+                receipt.layers_staged,
+                receipt.tensors_in_place,
+                receipt.hooks_run + receipt.hooks_in_pieces,
+            )
+        )
+    assert told[0] == told[1] == (2, 1, 0, 1)
+
+
 class Fixed(loading.PiecedStack):
     """Its second stack is the same in every checkpoint that we have."""
 
@@ -554,7 +731,7 @@ def test_a_module_that_needs_its_hook_does_not_keep_others_from_being_done_in_pi
 def test_a_function_that_gives_other_values_than_the_hook_is_told_of():
     cls, functions = CLAIMS["one function is another"]
     bench = ruled(cls, lambda _: functions)(lambda: LoadingModel(cls()))
-    with pytest.warns(UserWarning, match=r"PiecedStack.*'down'.*'layers\.0'.*other values"):
+    with pytest.warns(UserWarning, match=r"PiecedStack.*'layers\.0'.*other values.*'down'"):
         bench.reload(bench.state(2), plans=True)
 
 
@@ -687,6 +864,25 @@ def test_a_budget_that_a_stack_does_not_fit_in_is_enough_for_its_pieces():
         session.load(bench.state(5))
     bench.check_ended(session)
     bench.check_recovers()
+
+
+@pytest.mark.parametrize("spare", [0, -1])
+def test_what_is_staged_beside_pieces_has_what_they_leave_of_a_budget(spare):
+    bench = known(lambda: LoadingModel(loading.PiecedStack(3), layers.RepackedLinear()))
+    room = pieces.room_for(record_of(bench.model).plan.in_pieces.pieced.values())
+    budget = room + 4 * WIDTH * WIDTH + spare
+    session = bench.open(plans=True, staging_budget=budget)
+    if spare < 0:
+        with pytest.raises(StagingBudgetError):
+            session.load(bench.state(4))
+        bench.check_ended(session)
+        return
+    session.load(bench.state(4))
+    session.finish()
+    bench.serves = bench.state(4)
+    bench.check_finished(session)
+    assert session.receipt.hooks_in_pieces == 1
+    assert session.receipt.staging_peak_bytes <= budget
 
 
 def test_memory_is_kept_for_a_few_pieces_and_is_used_again():

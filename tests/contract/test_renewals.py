@@ -263,3 +263,39 @@ def test_a_hook_with_a_tensor_of_its_layer_at_hand_is_watched():
     for seed in (2, 3, 4):
         bench.reload(bench.state(seed), plans=True)
         assert not record_of(bench.model).plan.renewals
+
+
+class Holder:
+    """An object that a hook makes anew each time."""
+
+
+class Filling(sharing.ForeignLinear):
+    """From some day on a tensor hangs on an object that is made anew."""
+
+    filled = [False]  # noqa: RUF012
+
+    def process_weights_after_loading(self):
+        loaded = self.weight.detach().clone()
+        super().process_weights_after_loading()
+        self.holder = Holder()
+        self.holder.sums = loaded.sum(0) if self.filled[0] else None
+
+
+def test_a_tensor_that_comes_into_an_object_made_anew_keeps_its_memory_too(monkeypatch):
+    monkeypatch.setattr(Filling, "filled", [False])
+    told, kept = [], []
+    for plans in (True, False):
+        Filling.filled[0] = False
+        bench = Bench(lambda: LoadingModel(Filling()))
+        for seed in (2, 3):
+            bench.reload(bench.state(seed), plans=plans)
+        Filling.filled[0] = True
+        places = []
+        for seed in (4, 5, 6):
+            with bench.session(plans=plans) as session:
+                session.load(bench.state(seed))
+            told.append(session.receipt.moved)
+            places.append(bench.model.layers[0].holder.sums)
+        kept.append([one.data_ptr() == places[0].data_ptr() for one in places])
+    assert told[:3] == told[3:]
+    assert kept[0] == kept[1] == [True] * 3
