@@ -45,10 +45,12 @@ def find_part(
     if not all(_routed(recorded, name, entries) for name in recorded.plan.sources):
         return Part(whole=True)
     names = {id(module): name for name, module in load.modules.items()}
-    mine = [_pieced(unit, recorded, entries, names) for unit in units if in_pieces]
-    pieced = {place: one for found in mine for place, one in found.items()}
-    split = {one.module for one in pieced.values()}
-    busy = [unit for unit in units if unit.name not in split and not _idle(unit)]
+    split, pieced = set(), {}
+    for unit in units if in_pieces else ():
+        found = _pieced(unit, recorded, entries, names)
+        pieced.update(found)
+        split |= {id(unit)} if found else set()
+    busy = [unit for unit in units if id(unit) not in split and not _idle(unit)]
     inside = _around(busy, members, names)
     if inside is None:
         return Part(whole=True)
@@ -87,7 +89,7 @@ def find_part(
         places=[recorded.skeleton.places[place] for place in elsewhere],
         loaders=[*elsewhere.values()],
         spared=sum(
-            id(hook.module) not in inside and unit.name not in split
+            id(hook.module) not in inside and id(unit) not in split
             for unit in units
             for hook in unit.hooks
         ),
