@@ -213,19 +213,20 @@ class Pieces:
                 for first, stop in runs_of(rest, one.at_once):
                     self._convert_where_it_is(one.at, first, stop)
 
-    def _left_of(self, at: int) -> list[int]:
-        left = self._left.get(at)
-        if left is None:
-            one = self._by_at[at]
-            left = self._left[at] = [one.numel] * one.count
-        return left
-
     def let_go(self) -> None:
         """Give the scratch memory back."""
         if self._scratch.numel():
             block = self._scratch.untyped_storage()
             self._scratch = _NOTHING
             self._pool.give(block)
+
+    def _left_of(self, at: int) -> list[int]:
+        """Return how many elements of each piece have not come this way."""
+        left = self._left.get(at)
+        if left is None:
+            one = self._by_at[at]
+            left = self._left[at] = [one.numel] * one.count
+        return left
 
     def _room(self, nbytes: int) -> torch.Tensor:
         if self._scratch.numel() < nbytes:
