@@ -23,7 +23,9 @@ def memory():
     return source, torch.zeros(SIZE, dtype=torch.uint8)
 
 
-@pytest.mark.parametrize("way", [moving.move, moving._copy, moving.carry], ids=str)
+@pytest.mark.parametrize(
+    "way", [moving.move, moving._copy, moving.carry], ids=["move", "copy", "carry"]
+)
 @given(
     to=st.integers(0, 70),
     start=st.integers(0, 70),
