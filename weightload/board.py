@@ -306,6 +306,10 @@ class Board:
         """Put the live state of ``unit`` back, of which nothing has arrived."""
         for hook in unit.hooks:
             hook.attempted = hook.done = True
+        self._put_back(unit)
+
+    def _put_back(self, unit: Unit) -> None:
+        """End a unit whose live tensors hold what they should, without a commit."""
         unit.put_back()
         self._no_longer_stale(unit)
         for entry in unit.entries:
@@ -406,12 +410,9 @@ class Board:
         for hook in unit.hooks:
             hook.done = True
         unit.pieces = None
-        unit.put_back()
         self._load.counts.layers_staged += 1
         self._load.counts.hooks_in_pieces += len(unit.hooks)
-        self._no_longer_stale(unit)
-        for entry in unit.entries:
-            self.arrivals.end(entry)
+        self._put_back(unit)
 
     def _no_longer_stale(self, unit: Unit) -> None:
         for module in unit.modules.values():

@@ -313,7 +313,7 @@ def converts_of(rule: ModuleRule, path: str, module: nn.Module) -> dict[str, Con
 def _warn(path: str, module: nn.Module, what: str) -> None:
     warnings.warn(
         f"The rule for {type(module).__qualname__} says how pieces are processed, and for {path!r} "
-        f"that {what}. The hook is called in every reload.",
+        f"that {what}. The hook is called in every reload; correct the rule, or leave its pieces out.",
         stacklevel=2,
     )
 
