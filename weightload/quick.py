@@ -91,8 +91,8 @@ class Quick:
     def fits(cls, part: Part, body: Body) -> bool:
         """Whether the loaders of single tensors are those that the plan was recorded with."""
         tensors = [*map(body.tensors.__getitem__, part.places)]
-        now = map(getattr, tensors, repeat("weight_loader"), repeat(None))
-        return all(
+        now = [*map(getattr, tensors, repeat("weight_loader"), repeat(None))]
+        return now == part.loaders or all(
             one == two or loader_of(tensor) == two
             for one, two, tensor in zip(now, part.loaders, tensors, strict=True)
         )

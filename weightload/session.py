@@ -621,7 +621,7 @@ class WeightLoadSession:
             if plan is not None and self._framework is known:
                 self._recorded, self._body = plan, plan.body(self.model)
             if self._body is not None:
-                return dict(self._body.modules)
+                return self._body.modules
             return dict(self.model.named_modules())
         self._family = Family(self.model, self._framework, self._drafts)
         return self._family.modules()
@@ -939,7 +939,9 @@ class WeightLoadSession:
             marks = self._marks if root is self.model else None
             ownership.record_version(root, self.version, cured=cured, marks=marks)
         failed: list[BaseException] = []
-        if self._publish:
+        if self._publish and self._guarded and self._body is not None:
+            self._body.let_compute()
+        elif self._publish:
             ownership.let_compute(self._modules.values(), self._marks)
         for callback in self._publish:
             try:

@@ -2,16 +2,16 @@
 
 A plan is good for one model as it was: its modules, tensors, rules, and the numbers that loaders may
 look at. To look at all of that anew in each session costs more than to copy a small model. So what was
-found is remembered, weakly: nothing here keeps a module or a tensor alive that the model lets go.
+found is remembered, weakly: nothing here keeps a module or a tensor alive that the model lets go. And
+what nobody has set since, by the tags of its dictionary, need not be looked at again.
 """
 
 from __future__ import annotations
 
-import copy
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, repeat
-from operator import attrgetter, is_, itemgetter, methodcaller
+from operator import attrgetter, is_, itemgetter
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -20,10 +20,12 @@ import torch
 from torch import nn
 
 from weightload.entries import join
-from weightload.ownership import HOLDER, ForwardGuard, Guards, Mark, mark_of
+from weightload.ownership import Guards, Mark, mark_of
 from weightload.record import SECTIONS, record_of
 from weightload.registry import ModuleRegistry
+from weightload.settings import Settings
 from weightload.storage import inner_tensors, storage_key
+from weightload.tags import Tags, tags_of
 
 if TYPE_CHECKING:
     from weightload.session import WeightLoadSession
@@ -31,11 +33,8 @@ if TYPE_CHECKING:
 __all__ = ["Body", "Skeleton"]
 
 _PARTS = ("_modules", *SECTIONS)
-_NUMBERS = frozenset((int, float, bool, str, bytes, type(None), torch.dtype))
-_SMALL = 1 << 16
-"""Elements of an integer tensor that is compared by its values."""
-_INTEGERS = frozenset((torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))
 _Weak = Callable[[], Any]
+_Tensor = torch.Tensor
 
 
 def _nothing() -> None:
@@ -52,7 +51,7 @@ class _Part:
         filled: positions of the modules whose table is not empty.
         keys: names, those of all modules one after the other.
         values: what was there, weakly.
-        present: how many of these are no empty places.
+        present: those of them that are no empty places.
     """
 
     table: str
@@ -60,19 +59,20 @@ class _Part:
     filled: list[int]
     keys: list[str]
     values: list[_Weak]
-    present: int
+    present: list[_Weak]
 
     @classmethod
     def of(cls, table: str, dicts: list[dict[str, Any]]) -> _Part:
         tables = [mine[table] for mine in dicts]
-        values = [*chain.from_iterable(map(dict.values, tables))]
+        found = [*chain.from_iterable(map(dict.values, tables))]
+        values = [_nothing if value is None else ref(value) for value in found]
         return cls(
             table=table,
             counts=[*map(len, tables)],
             filled=[at for at, one in enumerate(tables) if one],
             keys=[*chain.from_iterable(tables)],
-            values=[_nothing if value is None else ref(value) for value in values],
-            present=sum(value is not None for value in values),
+            values=values,
+            present=[value for value in values if value is not _nothing],
         )
 
     def now(self, dicts: list[dict[str, Any]], before: list[Any] | None = None) -> list[Any] | None:
@@ -94,118 +94,7 @@ class _Part:
             same = all(map(is_, found, map(operator.call, self.values)))
         else:
             same = all(map(is_, present, before))
-        return present if same and len(present) == self.present else None
-
-
-@attrs.frozen(eq=False, repr=False)
-class _Integers:
-    """A small tensor of integers of one module."""
-
-    place: int
-    key: str
-    value: Any
-
-
-@attrs.define(eq=False, repr=False)
-class _Settings:
-    """What loaders may look at in modules, apart from tensors that they load.
-
-    That is numbers, texts, small containers of them, and tensors of integers that are no
-    parameters, such as maps of experts.
-    """
-
-    sizes: list[int]
-    getters: list[Callable[[dict[str, Any]], Any] | None]
-    values: list[Any]
-    tensors: list[_Integers]
-    others: list[set[str]]
-
-    @classmethod
-    def of(cls, dicts: list[dict[str, Any]], others: list[set[str]]) -> _Settings:
-        """Look at modules.
-
-        Args:
-            dicts: their attributes.
-            others: names in each of them that are something else: what is loaded, and what hooks
-                make of it, which is undone before loaders see it.
-        """
-        made: dict[tuple[str, ...], Callable[[dict[str, Any]], Any]] = {}
-        found = cls(_sizes(dicts), [], [], [], others)
-        for place, (whole, left) in enumerate(zip(dicts, others, strict=True)):
-            mine = {
-                key: copy.copy(value)
-                for key, value in whole.items()
-                if key not in left and (type(value) in _NUMBERS or _is_container(value))
-            }
-            getter = made.setdefault(tuple(mine), itemgetter(*mine)) if mine else None
-            found.getters.append(getter)
-            found.values.append(None if getter is None else getter(mine))
-            for key, tensor in _integers(whole):
-                if key in left:
-                    continue
-                found.tensors.append(_Integers(place, key, tensor.detach().clone()))
-        return found
-
-    def hold(self, dicts: list[dict[str, Any]]) -> bool:
-        """Whether all are what they were."""
-        try:
-            now = [
-                None if getter is None else getter(mine)
-                for getter, mine in zip(self.getters, dicts, strict=True)
-            ]
-            same = now == self.values
-        except Exception:  # a number has become something that cannot be compared, or is gone
-            return False
-        if not same:
-            return False
-        for one in self.tensors:
-            tensor = dict(_integers(dicts[one.place])).get(one.key)
-            if tensor is None or not torch.equal(tensor.detach(), one.value):
-                return False
-        return self._no_others(dicts)
-
-    def _no_others(self, dicts: list[dict[str, Any]]) -> bool:
-        """Whether modules that have got new attributes have got no new settings with them."""
-        sizes = _sizes(dicts)
-        if sizes == self.sizes:
-            return True
-        changed = {
-            at: None
-            for at, (one, two) in enumerate(zip(sizes, self.sizes, strict=True))
-            if one != two
-        }
-        now = _Settings.of([dicts[at] for at in changed], [self.others[at] for at in changed])
-        then = [one for one in self.tensors if one.place in changed]
-        if now.values != [self.values[at] for at in changed] or len(then) != len(now.tensors):
-            return False
-        self.sizes = sizes
-        return True
-
-
-def _sizes(dicts: list[dict[str, Any]]) -> list[int]:
-    """Return how many attributes each module has, without those of open sessions."""
-    sizes = [*map(len, dicts)]
-    own = [*map(dict.get, dicts, repeat("forward"))]
-    if own.count(None) < len(own):
-        sizes = [n - (type(one) is ForwardGuard) for n, one in zip(sizes, own, strict=True)]
-    sizes[0] -= HOLDER in dicts[0]
-    return sizes
-
-
-def _is_container(value: Any) -> bool:
-    kind = type(value)
-    if kind in (list, tuple, set):
-        return all(type(one) in _NUMBERS for one in value)
-    return kind is dict and bool(value) and all(type(one) in _NUMBERS for one in value.values())
-
-
-def _integers(mine: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the small tensors of integers that are attributes or buffers of a module."""
-    for key, value in chain(mine.items(), mine["_buffers"].items()):
-        if not isinstance(value, torch.Tensor) or value.dtype not in _INTEGERS:
-            continue
-        if value.numel() <= _SMALL and not value.is_meta:
-            yield key, value
+        return present if same and len(present) == len(self.present) else None
 
 
 @attrs.frozen
@@ -229,13 +118,13 @@ class _Forms:
         """
         with torch._C.DisableTorchFunctionSubclass():  # some parameters intercept everything
             dense = like is None or like.strides is None
-            dense = dense and all(map(methodcaller("is_contiguous"), tensors))
+            dense = dense and all(map(_Tensor.is_contiguous, tensors))
             host = like is None or like.devices is None
             host = host and all(map(attrgetter("is_cpu"), tensors))
             return cls(
-                [*map(attrgetter("shape"), tensors)],
+                [*map(_Tensor.size, tensors)],
                 [*map(attrgetter("dtype"), tensors)],
-                None if dense else [*map(methodcaller("stride"), tensors)],
+                None if dense else [*map(_Tensor.stride, tensors)],
                 None if host else [*map(attrgetter("device"), tensors)],
             )
 
@@ -248,8 +137,75 @@ def _facts_of(
 ) -> tuple[list[Any], ...]:
     """Return for each of :data:`_FACTS` what is true of tensors now; their shapes may be known."""
     with torch._C.DisableTorchFunctionSubclass():
-        addresses = [*map(methodcaller("data_ptr"), tensors)]
-        return addresses, [*map(attrgetter("shape"), tensors)] if shapes is None else shapes
+        addresses = [*map(_Tensor.data_ptr, tensors)]
+        return addresses, [*map(_Tensor.size, tensors)] if shapes is None else shapes
+
+
+class _Tables:
+    """The dictionaries of a model's modules while a session lasts.
+
+    Args:
+        dicts: the attributes of all modules.
+
+    Attributes:
+        dicts: as given.
+        tags: theirs, at the last look.
+        inner_tags: those of the tables in them, first those of submodules, then the others.
+    """
+
+    def __init__(self, dicts: list[dict[str, Any]]) -> None:
+        self.dicts = dicts
+        self.tags = tags_of(dicts)
+        self._sections = _tables(dicts, SECTIONS)
+        inside, own = tags_of(_tables(dicts, ("_modules",))), tags_of(self._sections)
+        self.inner_tags = None if inside is None or own is None else (inside, own)
+
+    def changed(self, before: Sequence[int | None] | None) -> Sequence[int]:
+        """Return the places of modules that may have other objects as attributes than before.
+
+        Args:
+            before: the tags that their dictionaries had then, if that is known.
+        """
+        if self.tags is None or before is None:
+            return range(len(self.dicts))
+        if self.tags == before:
+            return ()
+        return [
+            at for at, (one, two) in enumerate(zip(self.tags, before, strict=True)) if one != two
+        ]
+
+    def look_again(self) -> None:
+        """Note what has been changed on purpose."""
+        self.tags = tags_of(self.dicts)
+
+    def unchanged(self) -> bool:
+        """Whether it is certain that modules have the attributes, parameters and buffers they had."""
+        return self.tags is not None and self.tags == tags_of(self.dicts) and self._full()
+
+    def in_place(self) -> bool:
+        """Whether that is certain of parameters and buffers alone."""
+        return all(map(is_, self._sections, _tables(self.dicts, SECTIONS))) and self._full()
+
+    def _full(self) -> bool:
+        return self.inner_tags is not None and self.inner_tags[1] == tags_of(self._sections)
+
+
+def _tables(dicts: list[dict[str, Any]], names: Iterable[str]) -> list[dict[str, Any]]:
+    """Return the tables of these names of all modules, one name after the other."""
+    return [*chain.from_iterable(map(itemgetter(name), dicts) for name in names)]
+
+
+@attrs.define(eq=False, repr=False)
+class _Known:
+    """The tags of dictionaries of which it is known what is in them.
+
+    Attributes:
+        tags: of the attributes of each module, ``None`` for one of which it is not known.
+        inner: of the tables in all of them.
+    """
+
+    tags: Sequence[int | None] | None = None
+    inner: tuple[Tags, Tags] | None = None
 
 
 class Body:
@@ -258,7 +214,7 @@ class Body:
     Args:
         skeleton: what it was compared with.
         modules: in the order of the skeleton.
-        dicts: their attributes.
+        tables: their attributes.
         tensors: parameters and buffers, in the order of the skeleton.
 
     Attributes:
@@ -272,37 +228,59 @@ class Body:
         self,
         skeleton: Skeleton,
         modules: list[nn.Module],
-        dicts: list[dict[str, Any]],
+        tables: _Tables,
         tensors: list[torch.Tensor],
     ) -> None:
         self.skeleton = skeleton
         self.modules = dict(zip(skeleton.names, modules, strict=True))
         self.tensors = tensors
         self.addresses: list[int] = []
-        self._dicts = dicts
+        self._tables = tables
+        self._guarded = False
+        self._unchanged = False
         self._storages: list[torch.UntypedStorage] = []
         self._facts: tuple[list[Any], ...] = ()
 
     def guard(self, session: WeightLoadSession) -> bool:
         """Let no module compute while a session is open; return whether that was possible at once."""
-        return self.skeleton.guards.put(session, self._dicts)
+        done = self.skeleton.guards.put(session, self._tables.dicts)
+        self._tables.look_again()
+        self._guarded = done
+        return done
 
     def let_compute(self) -> None:
-        """End that."""
-        self.skeleton.guards.take(self._dicts)
+        """End that, and remember which modules nobody has changed meanwhile."""
+        if not self._guarded:
+            return
+        tables, known = self._tables, self.skeleton.known
+        changed = () if self._unchanged else tables.changed(tags_of(tables.dicts))
+        self.skeleton.guards.take(tables.dicts)
+        self._guarded = False
+        tables.look_again()
+        tags: list[int | None] = [*(tables.tags or ())]
+        for at in changed if tags else ():
+            tags[at] = None
+        known.tags, known.inner = tags or None, tables.inner_tags
 
     def hold(self) -> None:
         """Note where the tensors are, for :meth:`changes`; for a plain skeleton only."""
         # That storages are held keeps their addresses from being used for others, so that it is
         # enough to compare addresses at the end, and safe to write to them.
         with torch._C.DisableTorchFunctionSubclass():
-            self._storages = [*map(methodcaller("untyped_storage"), self.tensors)]
+            self._storages = [*map(_Tensor.untyped_storage, self.tensors)]
         self._facts = _facts_of(self.tensors, self.skeleton.forms.shapes)
         self.addresses = self._facts[0]
 
     def changes(self) -> list[str]:
-        """Name what is not what it was at :meth:`hold`; only parameters and buffers are looked at."""
-        now = self.skeleton.tensors_now(self._dicts, self.tensors)
+        """Name what is not what it was at :meth:`hold`; only parameters and buffers are looked at.
+
+        No code of others may run between this and :meth:`let_compute`.
+        """
+        now: list[torch.Tensor] | None = self.tensors
+        tables = self._tables
+        self._unchanged = tables.unchanged()
+        if not self._unchanged and not tables.in_place():
+            now = self.skeleton.tensors_now(tables.dicts, self.tensors)
         if now is None:
             return self._replaced()
         facts = _facts_of(now)
@@ -320,7 +298,7 @@ class Body:
         before = dict(zip(self.skeleton.tensor_names, self.tensors, strict=True))
         now = {
             join(path, key): tensor
-            for path, mine in zip(self.modules, self._dicts, strict=True)
+            for path, mine in zip(self.modules, self._tables.dicts, strict=True)
             for section in SECTIONS
             for key, tensor in mine[section].items()
             if tensor is not None
@@ -347,6 +325,7 @@ class Skeleton:
         marks: what is known about the modules, in their order.
         guards: keep them from computing.
         forms: those of parameters and buffers, if it is plain.
+        known: what need not be looked at again.
     """
 
     names: list[str]
@@ -358,11 +337,12 @@ class Skeleton:
     _modules: list[_Weak]
     _types: list[type]
     _parts: list[_Part]
-    _settings: _Settings
+    _settings: Settings
     _registry: ModuleRegistry
     _rules: int
     _strategies: list[list[type]]
     forms: _Forms
+    known: _Known = attrs.field(factory=_Known)
 
     @classmethod
     def of(
@@ -405,7 +385,7 @@ class Skeleton:
             modules=[ref(module) for module in modules.values()],
             types=[*map(type, modules.values())],
             parts=[_Part.of(table, dicts) for table in _PARTS],
-            settings=_Settings.of(dicts, [others[name] for name in modules]),
+            settings=Settings.of(dicts, [others[name] for name in modules]),
             registry=registry,
             rules=registry.revision,
             strategies=_strategies(dicts, registry),
@@ -422,17 +402,23 @@ class Skeleton:
         modules = [*map(operator.call, self._modules)]
         if modules[0] is not model or [*map(type, modules)] != self._types:
             return None  # a module that has gone is one of these types no longer
-        dicts: list[Any] = [*map(vars, modules)]
-        if self._parts[0].now(dicts) is None or not self._settings.hold(dicts):
+        dicts: list[Any] = [*map(attrgetter("__dict__"), modules)]
+        tables = _Tables(dicts)
+        changed = tables.changed(self.known.tags)
+        if self._rules != self._registry.revision or not self._settings.hold(dicts, changed):
             return None
-        if self._rules != self._registry.revision:
+        if changed and _strategies(dicts, self._registry) != self._strategies:
             return None
-        if _strategies(dicts, self._registry) != self._strategies:
+        tensors: list[torch.Tensor] | None
+        if tables.inner_tags is not None and tables.inner_tags == self.known.inner:
+            tensors = [one() for part in self._parts[1:] for one in part.present]
+        elif self._parts[0].now(dicts) is None:
             return None
-        tensors = self.tensors_now(dicts)
+        else:
+            tensors = self.tensors_now(dicts)
         if tensors is None or (self.plain and _Forms.of(tensors, self.forms) != self.forms):
             return None
-        return Body(self, modules, dicts, tensors)
+        return Body(self, modules, tables, tensors)
 
     def tensors_now(
         self, dicts: list[dict[str, Any]], before: list[torch.Tensor] | None = None
