@@ -35,9 +35,9 @@ class _Integers:
     def holds(self, mine: Mapping[str, Any]) -> bool:
         """Whether a module, whose attributes these are, still has it."""
         tensor = mine["_buffers"].get(self.key, mine.get(self.key))
-        if not _is_integers(tensor) or tensor.device != self.value.device:
+        if not _is_integers(tensor) or tensor.dtype is not self.value.dtype:
             return False
-        return torch.equal(tensor.detach(), self.value)
+        return tensor.device == self.value.device and torch.equal(tensor.detach(), self.value)
 
 
 @attrs.define(eq=False, repr=False)

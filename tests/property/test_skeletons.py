@@ -78,6 +78,15 @@ def _own_forward(module):
     module.forward = lambda *args: kind.forward(module, *args)
 
 
+def _new_weight(module):
+    _new_tables(module)
+    module.weight = nn.Parameter(module.weight.detach().clone(), requires_grad=False)
+
+
+def _nothing(*args):
+    return None
+
+
 CHANGES = {
     "nothing": lambda m: None,
     "an equal number": lambda m: setattr(m, "size", m.size),
@@ -110,9 +119,11 @@ CHANGES = {
     "the order": _swap,
     "new tables": _new_tables,
     "other memory": lambda m: setattr(m.weight, "data", m.weight.data.clone()),
-    "another shape": lambda m: setattr(m.weight, "data", m.weight.data.view(4)),
+    "another shape": lambda m: setattr(m.weight, "data", m.weight.data.reshape(4)),
     "transposed": lambda m: setattr(m.weight, "data", m.weight.data.t()),
     "another type": lambda m: setattr(m.weight, "data", m.weight.data.half()),
+    "another parameter in new tables": _new_weight,
+    "a hook that torch calls": lambda m: m.register_full_backward_hook(_nothing),
     "a module more": lambda m: m.add_module("inner", nn.Identity()),
     "a module less": lambda m: m._modules.pop("bare", None),
     "the same again": lambda m: _again(m, "training"),
@@ -134,7 +145,7 @@ class Side:
     def __init__(self, *, tags):
         self.model = Model()
         self.registry = ModuleRegistry()
-        self.patch = lambda: mock.patch.object(subject, "tags_of", tags_of if tags else _none)
+        self.patch = lambda: mock.patch.object(subject, "tags_of", tags_of if tags else _nothing)
         self.remember()
 
     def remember(self):
@@ -156,10 +167,6 @@ class Side:
             body.let_compute()
             state = {name: sorted(vars(one)) for name, one in self.model.named_modules()}
             return [*body.modules], len(body.tensors), changes and _plain(changes), state
-
-
-def _none(dicts):
-    return None
 
 
 def _plain(changes):
@@ -199,6 +206,39 @@ def test_each_change_alone_is_seen_after_quiet_sessions(what, at, when):
     assert found[0] == found[1]
     assert found[0][0] is not None
     assert found[0][0] == found[0][1]
+
+
+SAME = {
+    "nothing", "an equal number", "the first number", "the order", "an object more", "no object more", "no tensor more", "an equal list",
+    "an equal dictionary", "a list filled as before", "integers changed back", "new tables",
+    "an equal tensor of integers", "the same parameter", "other memory", "the same again", "evaluates",
+    "no forward of its own", "its own forward", "a hook that torch calls", "a module less",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("tags", [True, False])
+@pytest.mark.parametrize("what", sorted(CHANGES))
+def test_a_model_is_another_where_loaders_or_copies_could_see_it(what, tags):
+    side = Side(tags=tags)
+    side.model.eval()
+    side.remember()
+    for _ in range(2):
+        assert side.session([]) is not None
+    _change(side.model, what, 1)
+    assert (side.session([]) is not None) is (what in SAME)
+
+
+def test_any_two_changes_one_after_the_other_are_seen():
+    for first in CHANGES:
+        for second in CHANGES:
+            found = []
+            for tags in (True, False):
+                side = Side(tags=tags)
+                found.append([side.session([]), side.session([])])
+                for what in (first, second):
+                    _change(side.model, what, 1)
+                    found[-1].append(side.session([]))
+            assert found[0] == found[1], (first, second)
 
 
 def test_a_quiet_model_is_not_looked_at_twice():
