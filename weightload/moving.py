@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import statistics
 import time
 from collections.abc import Callable, Sequence
 
@@ -26,7 +27,7 @@ Let go of it in a ``finally`` clause: the traceback of an exception keeps what a
 
 _HUGE = 16 << 20
 """Bytes from which on some C libraries write past the processor's caches."""
-_TRIED = 128 << 20
+_TRIED = 512 << 20
 """Bytes that each way carries before it is known which is faster."""
 _WORD = 8
 
@@ -64,7 +65,7 @@ class Race:
         self._tried = tried
         self._clock = clock
         self._carried = [0] * len(ways)
-        self._spent = [0.0] * len(ways)
+        self._rates: list[list[float]] = [[] for _ in ways]
         self._best: Move | None = None
 
     def __call__(self, target: int, source: int, nbytes: int) -> None:
@@ -75,10 +76,10 @@ class Race:
         number = self._carried.index(min(self._carried))
         started = self._clock()
         self._ways[number](target, source, nbytes)
-        self._spent[number] += self._clock() - started
+        self._rates[number].append((self._clock() - started) / nbytes)
         self._carried[number] += nbytes
         if min(self._carried) >= self._tried:
-            each = [s / n for s, n in zip(self._spent, self._carried, strict=True)]
+            each = [*map(statistics.median, self._rates)]  # some runs are the first in their pages
             self._best = self._ways[each.index(min(each))]
 
 

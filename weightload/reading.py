@@ -29,7 +29,7 @@ from weightload.files import (
     stamp_of,
 )
 from weightload.mapped import Mapped
-from weightload.moving import move
+from weightload.moving import carry
 
 __all__ = ["Checkpoint", "Forms", "Handle", "Piece", "Place", "dtype_of", "opened", "read_pieces"]
 
@@ -251,7 +251,7 @@ def read_pieces(handle: Handle, file: File, pieces: Iterable[Piece]) -> None:
     memory = handle.mapped(first, last) if worth and last <= handle.nbytes else None
     if memory is not None:
         for offset, nbytes, address in pieces:
-            move(address, memory + offset, nbytes)
+            carry(address, memory + offset, nbytes)
         return
     number = handle.number
     spans: list[tuple[int, int]] = []

@@ -68,3 +68,21 @@ def test_small_and_large_runs_are_judged_apart(monkeypatch):
     for nbytes in (0, moving.LARGE - 1, moving.LARGE, moving._HUGE - 1, moving._HUGE):
         moving.carry(0, 0, nbytes)
     assert taken == ["move", "move", "_large", "_large", "_huge"]
+
+
+def test_one_slow_run_does_not_decide():
+    """The first run into a page that was never touched takes many times as long."""
+    now, taken = [0.0], []
+
+    def way(number, rate):
+        def carry(target, source, nbytes):
+            slow = 100 if number not in taken else 1
+            taken.append(number)
+            now[0] += nbytes * rate * (slow if number == 0 else 1)
+
+        return carry
+
+    race = moving.Race([way(0, 1.0), way(1, 1.5)], tried=100, clock=lambda: now[0])
+    for _ in range(40):
+        race(0, 0, 10)
+    assert {*taken[-10:]} == {0}
