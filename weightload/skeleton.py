@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 __all__ = ["Body", "Skeleton"]
 
 _PARTS = ("_modules", *SECTIONS)
+_FEW = 64
+"""Tables that are looked at one by one, rather than all at once."""
 _Weak = Callable[[], Any]
 _Tensor = torch.Tensor
 
@@ -75,26 +77,30 @@ class _Part:
             present=[value for value in values if value is not _nothing],
         )
 
-    def now(self, dicts: list[dict[str, Any]], before: list[Any] | None = None) -> list[Any] | None:
-        """Return what is there now if it is the same, without empty places; else ``None``.
+    def holds(self, tables: list[dict[str, Any]], places: Sequence[int]) -> bool:
+        """Whether the same objects are there under the same names.
 
         Args:
-            dicts: the attributes of all modules.
-            before: what was returned before, at the least, if somebody has held it since.
+            tables: those of all modules now.
+            places: which of them may have been changed.
         """
-        tables = [*map(itemgetter(self.table), dicts)]
-        if [*map(len, tables)] != self.counts:
-            return None
-        tables = [*map(tables.__getitem__, self.filled)]
-        if [*chain.from_iterable(tables)] != self.keys:
-            return None
-        found = [*chain.from_iterable(map(dict.values, tables))]
-        present = [value for value in found if value is not None]
-        if before is None:
-            same = all(map(is_, found, map(operator.call, self.values)))
-        else:
-            same = all(map(is_, present, before))
-        return present if same and len(present) == len(self.present) else None
+        if len(places) > _FEW:
+            if [*map(len, tables)] != self.counts or [*chain.from_iterable(tables)] != self.keys:
+                return False
+            full = map(tables.__getitem__, self.filled)
+            found = [*chain.from_iterable(map(dict.values, full))]
+            return all(map(is_, found, map(operator.call, self.values))) and (
+                sum(value is not None for value in found) == len(self.present)
+            )
+        for at in places:
+            start = sum(self.counts[:at])
+            mine = slice(start, start + self.counts[at])
+            if [*tables[at]] != self.keys[mine]:
+                return False
+            for value, one in zip(tables[at].values(), self.values[mine], strict=True):
+                if value is not one() or (value is None and one is not _nothing):
+                    return False
+        return True
 
 
 @attrs.frozen
@@ -150,29 +156,15 @@ class _Tables:
     Attributes:
         dicts: as given.
         tags: theirs, at the last look.
-        inner_tags: those of the tables in them, first those of submodules, then the others.
+        inner: the tables in them: those of submodules, parameters and buffers of all modules.
+        inner_tags: theirs.
     """
 
     def __init__(self, dicts: list[dict[str, Any]]) -> None:
         self.dicts = dicts
         self.tags = tags_of(dicts)
-        self._sections = _tables(dicts, SECTIONS)
-        inside, own = tags_of(_tables(dicts, ("_modules",))), tags_of(self._sections)
-        self.inner_tags = None if inside is None or own is None else (inside, own)
-
-    def changed(self, before: Sequence[int | None] | None) -> Sequence[int]:
-        """Return the places of modules that may have other objects as attributes than before.
-
-        Args:
-            before: the tags that their dictionaries had then, if that is known.
-        """
-        if self.tags is None or before is None:
-            return range(len(self.dicts))
-        if self.tags == before:
-            return ()
-        return [
-            at for at, (one, two) in enumerate(zip(self.tags, before, strict=True)) if one != two
-        ]
+        self.inner = [[*map(itemgetter(name), dicts)] for name in _PARTS]
+        self.inner_tags = [*map(tags_of, self.inner)]
 
     def look_again(self) -> None:
         """Note what has been changed on purpose."""
@@ -180,19 +172,24 @@ class _Tables:
 
     def unchanged(self) -> bool:
         """Whether it is certain that modules have the attributes, parameters and buffers they had."""
-        return self.tags is not None and self.tags == tags_of(self.dicts) and self._full()
-
-    def in_place(self) -> bool:
-        """Whether that is certain of parameters and buffers alone."""
-        return all(map(is_, self._sections, _tables(self.dicts, SECTIONS))) and self._full()
-
-    def _full(self) -> bool:
-        return self.inner_tags is not None and self.inner_tags[1] == tags_of(self._sections)
+        if self.tags is None or self.tags != tags_of(self.dicts):
+            return False
+        return [*map(tags_of, self.inner[1:])] == self.inner_tags[1:]
 
 
-def _tables(dicts: list[dict[str, Any]], names: Iterable[str]) -> list[dict[str, Any]]:
-    """Return the tables of these names of all modules, one name after the other."""
-    return [*chain.from_iterable(map(itemgetter(name), dicts) for name in names)]
+def _others(now: Tags | None, before: Sequence[int | None] | None, count: int) -> Sequence[int]:
+    """Return the places of dictionaries that may have been changed.
+
+    Args:
+        now: their tags.
+        before: the tags that they had when it was known what is in them.
+        count: how many they are.
+    """
+    if now is None or before is None:
+        return range(count)
+    if now == before:
+        return ()
+    return [at for at, (one, two) in enumerate(zip(now, before, strict=True)) if one != two]
 
 
 @attrs.define(eq=False, repr=False)
@@ -201,11 +198,11 @@ class _Known:
 
     Attributes:
         tags: of the attributes of each module, ``None`` for one of which it is not known.
-        inner: of the tables in all of them.
+        inner: of the tables in them.
     """
 
     tags: Sequence[int | None] | None = None
-    inner: tuple[Tags, Tags] | None = None
+    inner: Sequence[Tags | None] = (None,) * len(_PARTS)
 
 
 class Body:
@@ -253,7 +250,9 @@ class Body:
         if not self._guarded:
             return
         tables, known = self._tables, self.skeleton.known
-        changed = () if self._unchanged else tables.changed(tags_of(tables.dicts))
+        changed: Sequence[int] = ()
+        if not self._unchanged:
+            changed = _others(tags_of(tables.dicts), tables.tags, len(tables.dicts))
         self.skeleton.guards.take(tables.dicts)
         self._guarded = False
         tables.look_again()
@@ -276,14 +275,13 @@ class Body:
 
         No code of others may run between this and :meth:`let_compute`.
         """
-        now: list[torch.Tensor] | None = self.tensors
         tables = self._tables
         self._unchanged = tables.unchanged()
-        if not self._unchanged and not tables.in_place():
-            now = self.skeleton.tensors_now(tables.dicts, self.tensors)
-        if now is None:
-            return self._replaced()
-        facts = _facts_of(now)
+        if not self._unchanged:
+            now = _Tables(tables.dicts)
+            if not self.skeleton.has_tensors(now, tables.inner_tags):
+                return self._replaced()
+        facts = _facts_of(self.tensors)
         if facts == self._facts:
             return []
         problems = []
@@ -404,38 +402,35 @@ class Skeleton:
             return None  # a module that has gone is one of these types no longer
         dicts: list[Any] = [*map(attrgetter("__dict__"), modules)]
         tables = _Tables(dicts)
-        changed = tables.changed(self.known.tags)
+        changed = _others(tables.tags, self.known.tags, len(dicts))
         if self._rules != self._registry.revision or not self._settings.hold(dicts, changed):
             return None
         if changed and _strategies(dicts, self._registry) != self._strategies:
             return None
-        tensors: list[torch.Tensor] | None
-        if tables.inner_tags is not None and tables.inner_tags == self.known.inner:
-            tensors = [one() for part in self._parts[1:] for one in part.present]
-        elif self._parts[0].now(dicts) is None:
+        if not self._have(_PARTS, tables, self.known.inner):
             return None
-        else:
-            tensors = self.tensors_now(dicts)
-        if tensors is None or (self.plain and _Forms.of(tensors, self.forms) != self.forms):
+        tensors = [one() for part in self._parts[1:] for one in part.present]
+        if self.plain and _Forms.of(tensors, self.forms) != self.forms:
             return None
         return Body(self, modules, tables, tensors)
 
-    def tensors_now(
-        self, dicts: list[dict[str, Any]], before: list[torch.Tensor] | None = None
-    ) -> list[torch.Tensor] | None:
-        """Return parameters and buffers if they are the same objects, else ``None``.
+    def has_tensors(self, tables: _Tables, before: Sequence[Tags | None]) -> bool:
+        """Whether parameters and buffers are the same objects at the same places.
 
         Args:
-            dicts: the attributes of all modules.
-            before: what they were, if somebody has held them since.
+            tables: of all modules.
+            before: the tags that they had when that was known.
         """
-        found: list[torch.Tensor] = []
-        for part in self._parts[1:]:
-            tensors = part.now(dicts, None if before is None else before[len(found) :])
-            if tensors is None:
-                return None
-            found += tensors
-        return found
+        return self._have(SECTIONS, tables, before)
+
+    def _have(self, names: Sequence[str], tables: _Tables, before: Sequence[Tags | None]) -> bool:
+        return all(
+            part.holds(mine, _others(tags, known, len(mine)))
+            for part, mine, tags, known in zip(
+                self._parts, tables.inner, tables.inner_tags, before, strict=True
+            )
+            if part.table in names
+        )
 
 
 def _changed_by_hooks(modules: Iterable[nn.Module]) -> Iterator[tuple[Any, set[str]]]:

@@ -241,14 +241,31 @@ def test_any_two_changes_one_after_the_other_are_seen():
             assert found[0] == found[1], (first, second)
 
 
-def test_a_quiet_model_is_not_looked_at_twice():
+def test_only_what_was_set_is_looked_at():
     side = Side(tags=True)
     assert side.session([]) is not None
+    holds, asks = subject._Part.holds, subject._strategies
+    looked = []
+
+    def noted(part, tables, places):
+        looked.extend((part.table, at) for at in places)
+        return holds(part, tables, places)
+
+    def asked(*args):
+        looked.append("strategies")
+        return asks(*args)
+
     with (
-        mock.patch.object(subject._Part, "now", side_effect=AssertionError),
-        mock.patch.object(subject, "_strategies", side_effect=AssertionError),
+        mock.patch.object(subject._Part, "holds", noted),
+        mock.patch.object(subject, "_strategies", asked),
     ):
         assert side.session([]) is not None
+        assert not looked
         side.model.thing = object()
-        with pytest.raises(AssertionError):
-            side.session([])
+        assert side.session([]) is not None
+        assert looked == ["strategies"]
+        assert side.session([]) is not None
+        assert looked == ["strategies"]
+        side.model.leaves[1]._buffers["more"] = None
+        assert side.skeleton.body(side.model) is None
+        assert looked == ["strategies", ("_buffers", 3)]
