@@ -11,7 +11,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, count
-from operator import attrgetter, eq, is_, methodcaller
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import attrs
@@ -95,7 +95,7 @@ class Portion:
             tensors: of the whole bundle, for which :meth:`Bundle.fits` was true.
             addresses: of the places.
         """
-        first = [*map(methodcaller("data_ptr"), tensors[self.start : self.stop])]
+        first = [*map(torch.Tensor.data_ptr, tensors[self.start : self.stop])]
         for begin in range(0, len(self.runs), _AT_ONCE):
             runs = self.runs[begin : begin + _AT_ONCE]
             targets = [addresses[place] + to for _, place, to, _, _ in runs]
@@ -179,11 +179,11 @@ class Bundle:
         """Whether as many tensors, which have come under the names, are what they were."""
         return (
             PLAIN.issuperset(map(type, tensors))
-            and all(map(is_, map(attrgetter("dtype"), tensors), self.dtypes))
-            and all(map(eq, map(attrgetter("shape"), tensors), self.shapes))
-            and all(map(methodcaller("is_contiguous"), tensors))
+            and [*map(attrgetter("dtype"), tensors)] == self.dtypes
+            and [*map(torch.Tensor.size, tensors)] == self.shapes
+            and all(map(torch.Tensor.is_contiguous, tensors))
             and all(map(attrgetter("is_cpu"), tensors))
-            and not any(map(methodcaller("is_neg"), tensors))
+            and not any(map(torch.Tensor.is_neg, tensors))
         )
 
 
