@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain, repeat
+from collections.abc import Callable, Collection, Iterator, Mapping
+from itertools import chain
 from operator import itemgetter
 from typing import Any
 
 import attrs
 import torch
 from torch import nn
-
-from weightload.ownership import HOLDER, ForwardGuard
 
 __all__ = ["Settings"]
 
@@ -46,26 +44,13 @@ class Settings:
 
     That is numbers, texts, small containers of them, and tensors of integers that are no
     parameters, such as maps of experts.
-
-    Attributes:
-        sizes: how many attributes each module has.
-        getters: get the settings of each module from its attributes.
-        values: what they get, containers copied.
-        tensors: those of integers.
-        others: names in each module that are no settings.
-        boxes: the containers themselves, those of all modules one after the other.
-        copies: theirs.
-        keys: by the place of a module with containers the first of them in ``boxes``, and their names.
     """
 
-    sizes: list[int]
+    keys: list[tuple[str, ...]]
     getters: list[Callable[[dict[str, Any]], Any] | None]
     values: list[Any]
     tensors: list[_Integers]
     others: list[set[str]]
-    boxes: list[Any] = attrs.field(factory=list)
-    copies: list[Any] = attrs.field(factory=list)
-    keys: dict[int, tuple[int, list[str]]] = attrs.field(factory=dict)
 
     @classmethod
     def of(cls, dicts: list[dict[str, Any]], others: list[set[str]]) -> Settings:
@@ -77,79 +62,58 @@ class Settings:
                 make of it, which is undone before loaders see it.
         """
         made: dict[tuple[str, ...], Callable[[dict[str, Any]], Any]] = {}
-        found = cls(_sizes(dicts), [], [], [], others)
+        found = cls([*map(tuple, dicts)], [], [], [], others)
         for place, (whole, left) in enumerate(zip(dicts, others, strict=True)):
             mine = {
                 key: copy.copy(value)
                 for key, value in whole.items()
-                if key not in left
-                and key not in _OF_TORCH
-                and (type(value) in _NUMBERS or _is_container(value))
+                if _is_setting(key, value, left) and not isinstance(value, torch.Tensor)
             }
             getter = made.setdefault(tuple(mine), itemgetter(*mine)) if mine else None
             found.getters.append(getter)
             found.values.append(None if getter is None else getter(mine))
-            boxes = [key for key, value in mine.items() if type(value) not in _NUMBERS]
-            if boxes:
-                found.keys[place] = len(found.boxes), boxes
-                found.boxes += [whole[key] for key in boxes]
-                found.copies += [mine[key] for key in boxes]
             for key, tensor in _integers(whole):
                 if key in left:
                     continue
                 found.tensors.append(_Integers(place, key, tensor.detach().clone()))
         return found
 
-    def hold(self, dicts: list[dict[str, Any]], places: Sequence[int]) -> bool:
-        """Whether all are what they were.
-
-        Args:
-            dicts: the attributes of all modules.
-            places: the modules that may have other objects as attributes than the last time.
-        """
-        mine = [dicts[at] for at in places]
+    def hold(self, dicts: list[dict[str, Any]]) -> bool:
+        """Whether all are what they were."""
         try:
             now = [
-                None if getter is None else getter(one)
-                for getter, one in zip([self.getters[at] for at in places], mine, strict=True)
+                None if getter is None else getter(mine)
+                for getter, mine in zip(self.getters, dicts, strict=True)
             ]
-            same = now == [self.values[at] for at in places] and self.boxes == self.copies
+            same = now == self.values
         except Exception:  # a number has become something that cannot be compared, or is gone
             return False
-        if not same or not all(one.holds(dicts[one.place]) for one in self.tensors):
-            return False
-        if not self._no_others(mine, places):
-            return False
-        for at in self.keys.keys() & places:
-            start, keys = self.keys[at]
-            self.boxes[start : start + len(keys)] = [dicts[at][key] for key in keys]
-        return True
+        return (
+            same
+            and all(one.holds(dicts[one.place]) for one in self.tensors)
+            and self._no_others(dicts)
+        )
 
-    def _no_others(self, dicts: list[dict[str, Any]], places: Sequence[int]) -> bool:
+    def _no_others(self, dicts: list[dict[str, Any]]) -> bool:
         """Whether modules that have got new attributes have got no new settings with them."""
-        sizes, before = _sizes(dicts), [self.sizes[at] for at in places]
-        if sizes == before:
+        keys = [*map(tuple, dicts)]
+        if keys == self.keys:
             return True
-        other = [i for i in range(len(sizes)) if sizes[i] != before[i]]
-        changed = [places[i] for i in other]
-        now = Settings.of([dicts[i] for i in other], [self.others[at] for at in changed])
-        then = sum(one.place in changed for one in self.tensors)
-        if now.values != [self.values[at] for at in changed] or then != len(now.tensors):
-            return False
-        for i in other:
-            self.sizes[places[i]] = sizes[i]
+        for at, (now, before) in enumerate(zip(keys, self.keys, strict=True)):
+            if now == before:
+                continue
+            mine = dicts[at]
+            if any(_is_setting(key, mine[key], self.others[at]) for key in {*now} - {*before}):
+                return False
+            self.keys[at] = now
         return True
 
 
-def _sizes(dicts: list[dict[str, Any]]) -> list[int]:
-    """Return how many attributes modules have, without those of open sessions."""
-    sizes = [*map(len, dicts)]
-    own = [*map(dict.get, dicts, repeat("forward"))]
-    if own.count(None) < len(own):
-        sizes = [n - (type(one) is ForwardGuard) for n, one in zip(sizes, own, strict=True)]
-    if dicts and HOLDER in dicts[0]:
-        sizes[0] -= 1
-    return sizes
+def _is_setting(key: str, value: Any, others: Collection[str]) -> bool:
+    """Whether loaders may look at an attribute of a module for its value."""
+    if key in others or key in _OF_TORCH:
+        return False
+    return type(value) in _NUMBERS or _is_container(value) or _is_integers(value)
 
 
 def _is_container(value: Any) -> bool:

@@ -2,14 +2,13 @@
 
 A plan is good for one model as it was: its modules, tensors, rules, and the numbers that loaders may
 look at. To look at all of that anew in each session costs more than to copy a small model. So what was
-found is remembered, weakly: nothing here keeps a module or a tensor alive that the model lets go. And
-what nobody has set since, by the tags of its dictionary, need not be looked at again.
+found is remembered, weakly: nothing here keeps a module or a tensor alive that the model lets go.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, repeat
 from operator import attrgetter, is_, itemgetter
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,6 @@ from weightload.record import SECTIONS, record_of
 from weightload.registry import ModuleRegistry
 from weightload.settings import Settings
 from weightload.storage import inner_tensors, storage_key
-from weightload.tags import Tags, tags_of
 
 if TYPE_CHECKING:
     from weightload.session import WeightLoadSession
@@ -33,8 +31,6 @@ if TYPE_CHECKING:
 __all__ = ["Body", "Skeleton"]
 
 _PARTS = ("_modules", *SECTIONS)
-_FEW = 64
-"""Tables that are looked at one by one, rather than all at once."""
 _Weak = Callable[[], Any]
 _Tensor = torch.Tensor
 
@@ -53,7 +49,7 @@ class _Part:
         filled: positions of the modules whose table is not empty.
         keys: names, those of all modules one after the other.
         values: what was there, weakly.
-        present: those of them that are no empty places.
+        present: how many of these are no empty places.
     """
 
     table: str
@@ -61,46 +57,41 @@ class _Part:
     filled: list[int]
     keys: list[str]
     values: list[_Weak]
-    present: list[_Weak]
+    present: int
 
     @classmethod
     def of(cls, table: str, dicts: list[dict[str, Any]]) -> _Part:
         tables = [mine[table] for mine in dicts]
-        found = [*chain.from_iterable(map(dict.values, tables))]
-        values = [_nothing if value is None else ref(value) for value in found]
+        values = [*chain.from_iterable(map(dict.values, tables))]
         return cls(
             table=table,
             counts=[*map(len, tables)],
             filled=[at for at, one in enumerate(tables) if one],
             keys=[*chain.from_iterable(tables)],
-            values=values,
-            present=[value for value in values if value is not _nothing],
+            values=[_nothing if value is None else ref(value) for value in values],
+            present=sum(value is not None for value in values),
         )
 
-    def holds(self, tables: list[dict[str, Any]], places: Sequence[int]) -> bool:
-        """Whether the same objects are there under the same names.
+    def now(self, dicts: list[dict[str, Any]], before: list[Any] | None = None) -> list[Any] | None:
+        """Return what is there now if it is the same, without empty places; else ``None``.
 
         Args:
-            tables: those of all modules now.
-            places: which of them may have been changed.
+            dicts: the attributes of all modules.
+            before: what was returned before, at the least, if somebody has held it since.
         """
-        if len(places) > _FEW:
-            if [*map(len, tables)] != self.counts or [*chain.from_iterable(tables)] != self.keys:
-                return False
-            full = map(tables.__getitem__, self.filled)
-            found = [*chain.from_iterable(map(dict.values, full))]
-            return all(map(is_, found, map(operator.call, self.values))) and (
-                sum(value is not None for value in found) == len(self.present)
-            )
-        for at in places:
-            start = sum(self.counts[:at])
-            mine = slice(start, start + self.counts[at])
-            if [*tables[at]] != self.keys[mine]:
-                return False
-            for value, one in zip(tables[at].values(), self.values[mine], strict=True):
-                if value is not one() or (value is None and one is not _nothing):
-                    return False
-        return True
+        tables = [*map(itemgetter(self.table), dicts)]
+        if [*map(len, tables)] != self.counts:
+            return None
+        tables = [*map(tables.__getitem__, self.filled)]
+        if [*chain.from_iterable(tables)] != self.keys:
+            return None
+        found = [*chain.from_iterable(map(dict.values, tables))]
+        present = [value for value in found if value is not None]
+        if before is None:
+            same = all(map(is_, found, map(operator.call, self.values)))
+        else:
+            same = all(map(is_, present, before))
+        return present if same and len(present) == self.present else None
 
 
 @attrs.frozen
@@ -147,71 +138,13 @@ def _facts_of(
         return addresses, [*map(_Tensor.size, tensors)] if shapes is None else shapes
 
 
-class _Tables:
-    """The dictionaries of a model's modules while a session lasts.
-
-    Args:
-        dicts: the attributes of all modules.
-
-    Attributes:
-        dicts: as given.
-        tags: theirs, at the last look.
-        inner: the tables in them: those of submodules, parameters and buffers of all modules.
-        inner_tags: theirs.
-    """
-
-    def __init__(self, dicts: list[dict[str, Any]]) -> None:
-        self.dicts = dicts
-        self.tags = tags_of(dicts)
-        self.inner = [[*map(itemgetter(name), dicts)] for name in _PARTS]
-        self.inner_tags = [*map(tags_of, self.inner)]
-
-    def look_again(self) -> None:
-        """Note what has been changed on purpose."""
-        self.tags = tags_of(self.dicts)
-
-    def unchanged(self) -> bool:
-        """Whether it is certain that modules have the attributes, parameters and buffers they had."""
-        if self.tags is None or self.tags != tags_of(self.dicts):
-            return False
-        return [*map(tags_of, self.inner[1:])] == self.inner_tags[1:]
-
-
-def _others(now: Tags | None, before: Sequence[int | None] | None, count: int) -> Sequence[int]:
-    """Return the places of dictionaries that may have been changed.
-
-    Args:
-        now: their tags.
-        before: the tags that they had when it was known what is in them.
-        count: how many they are.
-    """
-    if now is None or before is None:
-        return range(count)
-    if now == before:
-        return ()
-    return [at for at, (one, two) in enumerate(zip(now, before, strict=True)) if one != two]
-
-
-@attrs.define(eq=False, repr=False)
-class _Known:
-    """The tags of dictionaries of which it is known what is in them.
-
-    Attributes:
-        tags: of the attributes of each module, ``None`` for one of which it is not known.
-        inner: of the tables in them.
-    """
-
-    tags: Sequence[int | None] | None = None
-    inner: Sequence[Tags | None] = (None,) * len(_PARTS)
-
-
 class Body:
     """What a model consists of while a session lasts; the strong half of a skeleton.
 
     Args:
         skeleton: what it was compared with.
         modules: in the order of the skeleton.
-        tables: their attributes.
+        dicts: their attributes.
         tensors: parameters and buffers, in the order of the skeleton.
 
     Attributes:
@@ -225,41 +158,28 @@ class Body:
         self,
         skeleton: Skeleton,
         modules: list[nn.Module],
-        tables: _Tables,
+        dicts: list[dict[str, Any]],
         tensors: list[torch.Tensor],
     ) -> None:
         self.skeleton = skeleton
         self.modules = dict(zip(skeleton.names, modules, strict=True))
         self.tensors = tensors
         self.addresses: list[int] = []
-        self._tables = tables
+        self._dicts = dicts
         self._guarded = False
-        self._unchanged = False
         self._storages: list[torch.UntypedStorage] = []
         self._facts: tuple[list[Any], ...] = ()
 
     def guard(self, session: WeightLoadSession) -> bool:
         """Let no module compute while a session is open; return whether that was possible at once."""
-        done = self.skeleton.guards.put(session, self._tables.dicts)
-        self._tables.look_again()
-        self._guarded = done
-        return done
+        self._guarded = self.skeleton.guards.put(session, self._dicts)
+        return self._guarded
 
     def let_compute(self) -> None:
-        """End that, and remember which modules nobody has changed meanwhile."""
-        if not self._guarded:
-            return
-        tables, known = self._tables, self.skeleton.known
-        changed: Sequence[int] = ()
-        if not self._unchanged:
-            changed = _others(tags_of(tables.dicts), tables.tags, len(tables.dicts))
-        self.skeleton.guards.take(tables.dicts)
-        self._guarded = False
-        tables.look_again()
-        tags: list[int | None] = [*(tables.tags or ())]
-        for at in changed if tags else ():
-            tags[at] = None
-        known.tags, known.inner = tags or None, tables.inner_tags
+        """End that, if it has not ended yet."""
+        if self._guarded:
+            self.skeleton.guards.take(self._dicts)
+            self._guarded = False
 
     def hold(self) -> None:
         """Note where the tensors are, for :meth:`changes`; for a plain skeleton only."""
@@ -271,17 +191,11 @@ class Body:
         self.addresses = self._facts[0]
 
     def changes(self) -> list[str]:
-        """Name what is not what it was at :meth:`hold`; only parameters and buffers are looked at.
-
-        No code of others may run between this and :meth:`let_compute`.
-        """
-        tables = self._tables
-        self._unchanged = tables.unchanged()
-        if not self._unchanged:
-            now = _Tables(tables.dicts)
-            if not self.skeleton.has_tensors(now, tables.inner_tags):
-                return self._replaced()
-        facts = _facts_of(self.tensors)
+        """Name what is not what it was at :meth:`hold`; only parameters and buffers are looked at."""
+        now = self.skeleton.tensors_now(self._dicts, self.tensors)
+        if now is None:
+            return self._replaced()
+        facts = _facts_of(now)
         if facts == self._facts:
             return []
         problems = []
@@ -296,7 +210,7 @@ class Body:
         before = dict(zip(self.skeleton.tensor_names, self.tensors, strict=True))
         now = {
             join(path, key): tensor
-            for path, mine in zip(self.modules, self._tables.dicts, strict=True)
+            for path, mine in zip(self.modules, self._dicts, strict=True)
             for section in SECTIONS
             for key, tensor in mine[section].items()
             if tensor is not None
@@ -323,7 +237,6 @@ class Skeleton:
         marks: what is known about the modules, in their order.
         guards: keep them from computing.
         forms: those of parameters and buffers, if it is plain.
-        known: what need not be looked at again.
     """
 
     names: list[str]
@@ -340,7 +253,6 @@ class Skeleton:
     _rules: int
     _strategies: list[list[type]]
     forms: _Forms
-    known: _Known = attrs.field(factory=_Known)
 
     @classmethod
     def of(
@@ -401,36 +313,33 @@ class Skeleton:
         if modules[0] is not model or [*map(type, modules)] != self._types:
             return None  # a module that has gone is one of these types no longer
         dicts: list[Any] = [*map(attrgetter("__dict__"), modules)]
-        tables = _Tables(dicts)
-        changed = _others(tables.tags, self.known.tags, len(dicts))
-        if self._rules != self._registry.revision or not self._settings.hold(dicts, changed):
+        if self._parts[0].now(dicts) is None or not self._settings.hold(dicts):
             return None
-        if changed and _strategies(dicts, self._registry) != self._strategies:
+        if self._rules != self._registry.revision:
             return None
-        if not self._have(_PARTS, tables, self.known.inner):
+        if _strategies(dicts, self._registry) != self._strategies:
             return None
-        tensors = [one() for part in self._parts[1:] for one in part.present]
-        if self.plain and _Forms.of(tensors, self.forms) != self.forms:
+        tensors = self.tensors_now(dicts)
+        if tensors is None or (self.plain and _Forms.of(tensors, self.forms) != self.forms):
             return None
-        return Body(self, modules, tables, tensors)
+        return Body(self, modules, dicts, tensors)
 
-    def has_tensors(self, tables: _Tables, before: Sequence[Tags | None]) -> bool:
-        """Whether parameters and buffers are the same objects at the same places.
+    def tensors_now(
+        self, dicts: list[dict[str, Any]], before: list[torch.Tensor] | None = None
+    ) -> list[torch.Tensor] | None:
+        """Return parameters and buffers if they are the same objects, else ``None``.
 
         Args:
-            tables: of all modules.
-            before: the tags that they had when that was known.
+            dicts: the attributes of all modules.
+            before: what they were, if somebody has held them since.
         """
-        return self._have(SECTIONS, tables, before)
-
-    def _have(self, names: Sequence[str], tables: _Tables, before: Sequence[Tags | None]) -> bool:
-        return all(
-            part.holds(mine, _others(tags, known, len(mine)))
-            for part, mine, tags, known in zip(
-                self._parts, tables.inner, tables.inner_tags, before, strict=True
-            )
-            if part.table in names
-        )
+        found: list[torch.Tensor] = []
+        for part in self._parts[1:]:
+            tensors = part.now(dicts, None if before is None else before[len(found) :])
+            if tensors is None:
+                return None
+            found += tensors
+        return found
 
 
 def _changed_by_hooks(modules: Iterable[nn.Module]) -> Iterator[tuple[Any, set[str]]]:
