@@ -136,8 +136,9 @@ def _hidden(found: list[Tensor]) -> Collection[int]:
     """Return the ids of the tensors with references that the collector does not see."""
     ids = {id(value) for value in found}
     seen: Counter[int] = Counter()
-    for holder in gc.get_referrers(*found) if found else ():
-        if holder is not found:
+    end = object()  # tells the tuple of the call, which newer Pythons give as a holder too
+    for holder in gc.get_referrers(*found, end) if found else ():
+        if holder is not found and not (type(holder) is tuple and holder and holder[-1] is end):
             seen.update(id(value) for value in gc.get_referents(holder) if id(value) in ids)
     local = local_values(sys._getframe(1), dead=False)
     seen.update(2 * [id(value) for value in local if id(value) in ids])  # here and in that list

@@ -37,10 +37,13 @@ def _copy(target: int, source: int, nbytes: int) -> None:
     if not nbytes or (target | source | nbytes) % _WORD:
         move(target, source, nbytes)
         return
-    memory = ctypes.c_char * nbytes
-    torch.frombuffer(memory.from_address(target), dtype=torch.int64).copy_(
-        torch.frombuffer(memory.from_address(source), dtype=torch.int64)
-    )
+    memory, guard = ctypes.c_char * nbytes, unwatched()
+    try:
+        torch.frombuffer(memory.from_address(target), dtype=torch.int64).copy_(
+            torch.frombuffer(memory.from_address(source), dtype=torch.int64)
+        )
+    finally:
+        del guard
 
 
 class Race:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
-from itertools import chain
 from operator import itemgetter
 from typing import Any
 
@@ -18,21 +17,29 @@ _NUMBERS = frozenset((int, float, bool, str, bytes, type(None), torch.dtype))
 _SMALL = 1 << 16
 """Elements of an integer tensor that is compared by its values."""
 _INTEGERS = frozenset((torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))
-_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
-"""What every module keeps for torch's own use."""
+_OF_TORCH = frozenset(vars(nn.Module())) - {"training", "_non_persistent_buffers_set"}
+"""What every module keeps for torch's own use, and no loader looks at."""
 
 
 @attrs.frozen(eq=False, repr=False)
 class _Integers:
-    """A small tensor of integers of one module."""
+    """A small tensor of integers of one module.
+
+    Attributes:
+        place: of the module.
+        buffer: whether it is a buffer, or an attribute otherwise.
+        key: its name.
+        value: a copy of it.
+    """
 
     place: int
+    buffer: bool
     key: str
     value: torch.Tensor
 
     def holds(self, mine: Mapping[str, Any]) -> bool:
         """Whether a module, whose attributes these are, still has it."""
-        tensor = mine["_buffers"].get(self.key, mine.get(self.key))
+        tensor: Any = (mine["_buffers"] if self.buffer else mine).get(self.key)
         if not _is_integers(tensor) or tensor.dtype is not self.value.dtype:
             return False
         return tensor.device == self.value.device and torch.equal(tensor.detach(), self.value)
@@ -72,10 +79,9 @@ class Settings:
             getter = made.setdefault(tuple(mine), itemgetter(*mine)) if mine else None
             found.getters.append(getter)
             found.values.append(None if getter is None else getter(mine))
-            for key, tensor in _integers(whole):
-                if key in left:
-                    continue
-                found.tensors.append(_Integers(place, key, tensor.detach().clone()))
+            for buffer, key, tensor in _integers(whole):
+                if key not in left:
+                    found.tensors.append(_Integers(place, buffer, key, tensor.detach().clone()))
         return found
 
     def hold(self, dicts: list[dict[str, Any]]) -> bool:
@@ -123,11 +129,12 @@ def _is_container(value: Any) -> bool:
     return kind is dict and bool(value) and all(type(one) in _NUMBERS for one in value.values())
 
 
-def _integers(mine: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the small tensors of integers that are attributes or buffers of a module."""
-    for key, value in chain(mine.items(), mine["_buffers"].items()):
-        if _is_integers(value):
-            yield key, value
+def _integers(mine: Mapping[str, Any]) -> Iterator[tuple[bool, str, torch.Tensor]]:
+    """Yield the small tensors of integers of a module: whether it is a buffer, name and tensor."""
+    for buffer, table in ((False, mine), (True, mine["_buffers"])):
+        for key, value in table.items():
+            if _is_integers(value):
+                yield buffer, key, value
 
 
 def _is_integers(value: Any) -> bool:

@@ -193,12 +193,10 @@ class Body:
     def changes(self) -> list[str]:
         """Name what is not what it was at :meth:`hold`; only parameters and buffers are looked at."""
         now = self.skeleton.tensors_now(self._dicts, self.tensors)
-        if now is None:
-            return self._replaced()
-        facts = _facts_of(now)
-        if facts == self._facts:
-            return []
-        problems = []
+        problems = self._replaced() if now is None else []
+        facts = _facts_of(self.tensors)
+        if problems or facts == self._facts:
+            return problems
         for what, before, after in zip(_FACTS, self._facts, facts, strict=True):
             for name, one, two in zip(self.skeleton.tensor_names, before, after, strict=True):
                 if one != two:
@@ -222,7 +220,7 @@ class Body:
             for name, tensor in before.items()
             if name in now and now[name] is not tensor
         ]
-        return other + gone + added or ["the order of parameters or buffers"]
+        return other + gone + added
 
 
 @attrs.frozen(eq=False, repr=False)

@@ -111,6 +111,8 @@ CHANGES = {
     "a parameter more": lambda m: setattr(m, "late", nn.Parameter(torch.zeros(1))),
     "a buffer for none": lambda m: m._buffers.update(empty=torch.zeros(1)),
     "none for a buffer": lambda m: m._buffers.update(scale=None),
+    "a buffer that no checkpoint has": lambda m: m._non_persistent_buffers_set.add("scale"),
+    "a buffer behind an attribute": lambda m: m._buffers.update(table=None),
     "another buffer": lambda m: m._buffers.update(scale=torch.ones(2)),
     "a name": lambda m: _rename(m._buffers, "scale", "scales"),
     "the order": _swap,
@@ -136,6 +138,7 @@ def _change(model, what, at):
         CHANGES[what](_of(model, at))
 
 
+NOT_KEPT = "_non_persistent_buffers_set"
 FILLED = {"leaves.0": {"weight"}}
 
 
@@ -149,12 +152,12 @@ def portrait(model):
         mine = vars(module)
         plain = {}
         for name, value in mine.items():
-            bare = name in vars(nn.Module()) and name != "training"
+            bare = name in vars(nn.Module()) and name not in ("training", NOT_KEPT)
             if bare or name in FILLED.get(path, ()) or callable(value):
                 continue
             if isinstance(value, torch.Tensor):
                 value = str(value.dtype), value.tolist()
-            if isinstance(value, int | float | str | tuple | list | dict):
+            if isinstance(value, int | float | str | tuple | list | dict | set):
                 plain[name] = repr(value)
         tables = [
             [(name, value) for name, value in mine[table].items()]
