@@ -47,6 +47,10 @@ _COUNTED = _references(_probe) > 1
 del _probe, _inside
 
 
+_OF_PYTHON = 1000
+"""Objects that a Python itself may hide when it starts; 3.12 hides 375."""
+
+
 def is_held(tensor: Tensor, memory: torch.UntypedStorage | None, dead: list[object]) -> bool:
     """Whether anything holds ``memory``, other than its owner, and variables that nobody will read.
 
@@ -113,8 +117,8 @@ def find_views(
         The tensors, and the ids of those that something holds which the collector does not see. A
         numpy array is such a thing: it has the address of its base, and would not follow it.
     """
-    frozen = gc.get_freeze_count() > 0
-    if frozen:  # an engine may have hidden its heap from the collector
+    hidden = gc.get_freeze_count()  # an engine may have hidden its heap from the collector
+    if hidden:
         gc.unfreeze()
     try:
         found = _unique(
@@ -124,7 +128,7 @@ def find_views(
         )
         return found, _hidden(found)
     finally:
-        if frozen:
+        if hidden > _OF_PYTHON:
             gc.freeze()
 
 

@@ -291,6 +291,8 @@ class Intake:
                     return
                 yield pair
                 del pair  # while the next one is made
+        except GeneratorExit:  # who asks does not ask for more
+            raise
         except BaseException as error:
             self.source_error = error
             raise

@@ -55,13 +55,13 @@ def test_the_receipt_says_what_was_made_anew():
 
 
 def test_the_old_handle_is_let_go(monkeypatch):
-    alive = []
-    monkeypatch.setattr(sharing.ForeignKernel, "__del__", lambda kernel: alive.remove(id(kernel)))
+    alive = set()
+    monkeypatch.setattr(sharing.ForeignKernel, "__del__", lambda kernel: alive.discard(id(kernel)))
     made = sharing.ForeignKernel.__init__
 
     def making(kernel, weight):
         made(kernel, weight)
-        alive.append(id(kernel))
+        alive.add(id(kernel))
 
     monkeypatch.setattr(sharing.ForeignKernel, "__init__", making)
     bench = Bench(TOYS["foreign kernel"])
