@@ -177,6 +177,7 @@ def main() -> None:
     fits = {arm: fit(points, arm) for arm in COLOURS}
     print(json.dumps(fits, indent=1))
     if given.write:
+        given.write.mkdir(parents=True, exist_ok=True)
         tensors = draw(
             points, "tensors", "CPU time of a reload over the number of tensors", "tensors"
         )
