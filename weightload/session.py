@@ -939,9 +939,7 @@ class WeightLoadSession:
             marks = self._marks if root is self.model else None
             ownership.record_version(root, self.version, cured=cured, marks=marks)
         failed: list[BaseException] = []
-        if self._publish and self._guarded and self._body is not None:
-            self._body.let_compute()
-        elif self._publish:
+        if self._publish:
             ownership.let_compute(self._modules.values(), self._marks)
         for callback in self._publish:
             try:

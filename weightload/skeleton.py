@@ -166,20 +166,16 @@ class Body:
         self.tensors = tensors
         self.addresses: list[int] = []
         self._dicts = dicts
-        self._guarded = False
         self._storages: list[torch.UntypedStorage] = []
         self._facts: tuple[list[Any], ...] = ()
 
     def guard(self, session: WeightLoadSession) -> bool:
         """Let no module compute while a session is open; return whether that was possible at once."""
-        self._guarded = self.skeleton.guards.put(session, self._dicts)
-        return self._guarded
+        return self.skeleton.guards.put(session, self._dicts)
 
     def let_compute(self) -> None:
-        """End that, if it has not ended yet."""
-        if self._guarded:
-            self.skeleton.guards.take(self._dicts)
-            self._guarded = False
+        """End that."""
+        self.skeleton.guards.take(self._dicts)
 
     def hold(self) -> None:
         """Note where the tensors are, for :meth:`changes`; for a plain skeleton only."""
