@@ -169,6 +169,7 @@ def c9(bench: Bench) -> Row:
         series=series,
         facts=facts(bench),
     )
+    row.notes.append(f"{rounds} rounds")
     row.must = [Bound("of vLLM", ratio, 1.0, cpu_only=False)]
     row.goal = [Bound("of vLLM", ratio, 0.85, cpu_only=False)]
     return row
