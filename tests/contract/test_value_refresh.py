@@ -241,6 +241,7 @@ class MirroredScale(Processed):
 @each_commit
 def test_every_form_of_one_value_is_refreshed(commit):
     """The tensor on the device travels; the number stays what it was at the cold start."""
+    pytest.importorskip("numpy")
     factory = with_linear(MirroredScale)
     assert "value" in damage(factory)
     bench = Bench(factory)
