@@ -167,7 +167,6 @@ class Unit:
     pieces: Pieces | None = None
     renewal: Renewal | None = None
     _live: list[ObjectState] = attrs.field(factory=list)
-    _attributes: list[tuple[dict[str, Any], str, torch.Tensor]] = attrs.field(factory=list)
     _stagings: dict[int, Staging] = attrs.field(factory=dict)
     _dressed: dict[int, dict[str, Any]] = attrs.field(factory=dict)
     _plan: CommitPlan | None = None
@@ -196,12 +195,6 @@ class Unit:
         owners: dict[int, Any] = {id(module): module for module in self.modules.values()}
         owners.update((id(change.owner), change.owner) for change in self.changes)
         self._live = [ObjectState.of(owner) for owner in owners.values()]
-        self._attributes = [
-            (vars(live.owner), name, value)
-            for live in self._live
-            for name, value in live.values.items()
-            if isinstance(value, torch.Tensor)
-        ]
         copies: dict[int, torch.Tensor] = {}
         for change in reversed(self.changes):
             change.undo(copies)
@@ -223,7 +216,12 @@ class Unit:
     @property
     def loose(self) -> dict[int, torch.Tensor]:
         """Live tensors, by id, that are attributes now as they were when the unit was parked."""
-        return {id(one): one for mine, name, one in self._attributes if mine.get(name) is one}
+        return {
+            id(value): value
+            for live in self._live
+            for name, value in live.values.items()
+            if isinstance(value, torch.Tensor) and vars(live.owner).get(name) is value
+        }
 
     def take_back(self, tensor: torch.Tensor, before: torch.Tensor) -> None:
         """Undo what a hook wrote to a live tensor, until the commit; it finds a copy meanwhile.
@@ -502,7 +500,6 @@ class Unit:
             entry.closed = entry.closed or self.staged
         stagings = list(self._stagings.values())
         self._live, self._plan, self._stagings, self._dressed = [], None, {}, {}
-        self._attributes = []
         for staging in stagings:
             self.area.release(staging, live)
         self.births.give_back()

@@ -51,6 +51,13 @@ class Settings:
 
     That is numbers, texts, small containers of them, and tensors of integers that are no
     parameters, such as maps of experts.
+
+    Attributes:
+        keys: the names of all attributes of each module.
+        getters: get the settings of each module, without tensors, from its attributes.
+        values: what they got, containers copied.
+        tensors: those of integers.
+        others: names in each module that are no settings.
     """
 
     keys: list[tuple[str, ...]]
