@@ -5,6 +5,7 @@ puts tensors into the wrong places; one that takes a name which is unknown, miss
 it knows hides what the loaders would have said.
 """
 
+import gc
 import random
 import time
 import weakref
@@ -361,21 +362,28 @@ class Picking(torch.nn.Module):
 def test_what_nobody_takes_costs_the_same_for_each_name_however_many_there_are():
     """Of 500,000 expert tensors a rank may own 8,000."""
     spent = {}
-    for count in (2_000, 16_000):
+    for count in (1_000, 32_000):
         state = {f"other.{number}": torch.zeros(1) for number in range(count)}
         state["mine"] = torch.ones(2)
         firsts = []
         for _ in range(3):  # what else the process does at the moment takes time as well
-            model, times = Picking(), []
-            for _ in range(3):
+            model = Picking()
+            with WeightLoadSession(model, plans=True) as session:
+                session.load(state)
+            gc.collect()
+            gc.disable()  # a collection looks at all that earlier tests left, and costs as much as a load
+            try:
                 begin = time.thread_time()
-                with WeightLoadSession(model, plans=True) as session:
+                with WeightLoadSession(
+                    model, plans=True
+                ) as session:  # the first that uses the plan
                     session.load(state)
-                times.append(time.thread_time() - begin)
+                firsts.append(time.thread_time() - begin)
+            finally:
+                gc.enable()
             assert model.weight.tolist() == [1.0, 1.0]
-            firsts.append(times[1])  # the first that uses the plan
         spent[count] = min(firsts)
-    assert spent[16_000] < 24 * spent[2_000]  # eight times as many; looking through all is 64
+    assert spent[32_000] < 100 * spent[1_000]  # 32 times as many; looking through all was 300
 
 
 def known(toy="plain"):
