@@ -335,12 +335,14 @@ class Arrivals:
         return bool(self._ready)
 
     def _repeated(self, unit: Unit) -> bool:
-        """Whether the names came that only repeat a value, or replace one that has a default.
+        """Whether the names came that only repeat a value, bring no element, or replace a default.
 
-        The loaders of the first need the twins; without the others a value may have to be kept.
+        The loaders of the first two need the twins; without the last a value may have to be kept.
         """
         return all(
-            name in self._load.intake.seen for entry in unit.reads for name in entry.shared.names
+            name in self._load.intake.seen
+            for entry in unit.reads
+            for name in (*entry.shared.names, *entry.empty_parts)
         ) and not any(map(self._load.keeps_optional, unit.reads))
 
     def take_ready(self, waiting: Collection[int] = ()) -> list[Unit]:

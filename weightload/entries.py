@@ -12,7 +12,7 @@ from torch import nn
 
 from weightload.framework import Framework
 from weightload.intake import Intake
-from weightload.ledger import Region, RegionLedger, meet
+from weightload.ledger import Region, RegionLedger, meet, volume
 from weightload.observer import Watched
 from weightload.record import SharedRegions, Slot, record_of, slots_of
 from weightload.scope import Scope
@@ -76,6 +76,17 @@ class Entry:
     def touched(self) -> bool:
         """Whether anything arrived, in a known place or not."""
         return self.ledger.touched or bool(self.shared.names)
+
+    @property
+    def empty_parts(self) -> list[str]:
+        """Names that filled parts without elements the last time, and have not done so now."""
+        if len(self.sources) <= self.ledger.count:
+            return []
+        return [
+            name
+            for region, name in self.sources.items()
+            if name is not None and not volume(region) and not self.ledger.has(region)
+        ]
 
     @property
     def complete(self) -> bool:

@@ -244,6 +244,11 @@ class RegionLedger:
         return dict(self._written)
 
     @property
+    def count(self) -> int:
+        """How many regions were written."""
+        return len(self._written)
+
+    @property
     def touched(self) -> bool:
         """Whether anything arrived."""
         return bool(self._written)

@@ -334,6 +334,8 @@ def test_each_tensor_that_never_arrives_is_missed(toy, commit):
     for name in state:
         if toy == "tied, both names" and name in ("embedding.weight", "head.weight"):
             continue  # either one is enough
+        if not state[name].numel():
+            continue  # nothing is missing without it
         session = bench.open(commit=commit)
         session.load({other: tensor for other, tensor in state.items() if other != name})
         with pytest.raises(IncompleteLoadError) as caught:

@@ -108,6 +108,33 @@ def test_every_reload_equals_a_fresh_load(toy, deliver, commit):
         assert set(hooks.values()) <= {1}
 
 
+@pytest.mark.parametrize("commit", COMMITS)
+@pytest.mark.parametrize("plans", [False, True])
+def test_parts_without_elements_may_come_stay_away_and_come_again(plans, commit):
+    """A sender may drop what holds nothing: no value is missing then, and none is awaited."""
+    bench = Bench(TOYS["hollow"])
+    names = list(bench.state(1))
+    hollow = [name for name in names if not bench.state(1)[name].numel()]
+    assert len(hollow) == 6
+    rest = [name for name in names if name not in hollow]
+    orders = (
+        rest,
+        [*rest, *hollow],
+        [*hollow, *rest],
+        rest,
+        rest,
+        [*rest, *hollow],
+        [*rest, *hollow],
+    )
+    for number, order in enumerate(orders, start=2):
+        state = bench.state(number)
+        with bench.session(commit=commit, plans=plans) as session:
+            for name in order:
+                session.load([(name, state[name])])
+        bench.serves = state
+        bench.check_finished(session)
+
+
 class Biased(RepackedLinear):
     """Its hook replaces the first of two parameters."""
 

@@ -99,7 +99,8 @@ class Load:
         scope: a key of ``SCOPES``.
         options: of the session.
         fault: a key of ``FAULTS``, or ``None``.
-        where: the name at which the fault is, or the number of hooks before it.
+        where: the name at which the fault is, whose tensor has elements, if one has.
+        countdown: the number of hooks, or of places, before the fault.
         checked: whether ``check`` is called before.
         sealed: whether ``seal`` is called before ``finish``.
         early: after which chunk which module is processed, or ``None``.
@@ -235,7 +236,7 @@ def loads(draw, factory, served, known, first, tried, poisoned, *, last=False):
             "plans": draw(st.booleans()),
         },
         fault=None,
-        where=draw(st.sampled_from(names or [""])),
+        where=draw(st.sampled_from([name for name in names if state[name].numel()] or [""])),
         countdown=draw(st.sampled_from([0, 0, 0, 0, 1, 1, 1, 2, 2, 3, 4, 5, 6])),
         checked=draw(st.sampled_from([False, False, True])),
         sealed=draw(st.booleans()),
@@ -245,7 +246,7 @@ def loads(draw, factory, served, known, first, tried, poisoned, *, last=False):
     )
     if load.options["commit"] == "stream":
         load.excuses |= late
-    if last or not names:
+    if last or not load.where:
         return load
     _widen(draw, load)
     # In another order than the tree's, hooks of what is shared give what no fresh load gives.
@@ -353,7 +354,8 @@ def elsewhere(load, model):
     for name in load.becomes if load.scope.startswith("only") else load.sends:
         looked_at = ".largest" in name or ".checked" in name
         together = scattered and name.startswith(f"{stem}/")
-        if name != load.where and not looked_at and not together and not may_miss(name):
+        nothing = not load.becomes[name].numel()
+        if name != load.where and not (looked_at or together or nothing or may_miss(name)):
             yield name
 
 

@@ -26,6 +26,7 @@ KINDS = {
     "in place": layers.InPlaceLinear,
     "rooms": layers.RoomLinear,
     "fused": loading.FusedLinear,
+    "hollow": loading.HollowLinear,
     "padded": loading.PaddedLinear,
     "padded, not packed": partial(loading.PaddedLinear, packed=False),
     "default scale": layers.DefaultScaleLinear,

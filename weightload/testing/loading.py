@@ -15,6 +15,7 @@ __all__ = [
     "ComposedLoaderLinear",
     "ExpertStack",
     "FusedLinear",
+    "HollowLinear",
     "InterleavedLinear",
     "PackedStack",
     "PaddedLinear",
@@ -51,6 +52,39 @@ class FusedLinear(nn.Module):
         """Apply the layer; the projections are multiplied with one another."""
         parts = functional.linear(x, self.weight, self.bias).split(WIDTH, -1)
         return functools.reduce(torch.mul, [torch.tanh(part) for part in parts])
+
+
+class HollowLinear(nn.Module):
+    """What a checkpoint brings for it has parts without elements; its hook takes one of them away.
+
+    So has a quantised layer whose columns are in order, and a rank that has none of the heads.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = parameter(WIDTH, WIDTH)
+        self.order = parameter(0, WIDTH)
+        self.rest = parameter(0)
+        set_loader(self.weight, self.load_rows)
+
+    def load_rows(self, place: Tensor, tensor: Tensor, part: int) -> None:
+        """Fill all rows, which are the first part, or none, which are the second."""
+        target = place.data.narrow(0, part * WIDTH, (1 - part) * WIDTH)
+        if target.shape != tensor.shape:
+            raise ValueError(f"rows of shape {tuple(tensor.shape)} for {tuple(target.shape)}")
+        target.copy_(tensor)
+
+    def process_weights_after_loading(self) -> None:
+        """Bring the rows into their order, and forget it."""
+        order = self.order.sum(0) if hasattr(self, "order") else torch.ones(WIDTH)
+        packed = (self.weight.detach() + order).t().contiguous()
+        self.weight = nn.Parameter(packed, requires_grad=False)
+        if hasattr(self, "order"):
+            del self.order
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the layer."""
+        return x @ self.weight + self.rest.sum()
 
 
 class PaddedLinear(nn.Module):

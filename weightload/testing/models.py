@@ -25,6 +25,7 @@ from weightload.testing.loading import (
     ComposedLoaderLinear,
     ExpertStack,
     FusedLinear,
+    HollowLinear,
     InterleavedLinear,
     PackedStack,
     PaddedLinear,
@@ -125,6 +126,9 @@ class LoadingModel(ToyModel):
         if isinstance(owner, FusedLinear):
             for shard in range(owner.shards):
                 yield f"{name}/{shard}", (WIDTH, *place.shape[1:])
+        elif isinstance(owner, HollowLinear) and name.endswith(".weight"):
+            yield f"{name}/0", (WIDTH, WIDTH)
+            yield f"{name}/1", (0, WIDTH)
         elif isinstance(owner, InterleavedLinear | ScatteredLinear) and place.ndim == 2:
             for shard in range(2):
                 yield f"{name}/{shard}", (WIDTH, WIDTH)
@@ -272,6 +276,7 @@ TOYS: dict[str, Factory] = {
     "tied": lambda: TiedModel(Linear()),
     "tied, both names": lambda: TiedModel(RepackedLinear(), twice=True),
     "fused": lambda: LoadingModel(FusedLinear(), Linear()),
+    "hollow": lambda: LoadingModel(HollowLinear(), Linear(), HollowLinear()),
     "padded": lambda: LoadingModel(PaddedLinear(), PaddedLinear(packed=False)),
     "default scale": lambda: ToyModel(DefaultScaleLinear(), Linear()),
     "attention": lambda: ToyModel(LatentAttention(), LatentAttention()),

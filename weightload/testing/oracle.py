@@ -47,6 +47,7 @@ _ROLES: dict[type, Role] = {
     layers.FilledScaleLinear: Role.QUANT,
     sharing.FusedExperts: Role.QUANT,
     loading.ScaledLinear: Role.QUANT,
+    loading.HollowLinear: Role.QUANT,
     loading.ScatteredLinear: Role.QUANT,
     sharing.LatentAttention: Role.ATTENTION,
     sharing.SinkAttention: Role.ATTENTION,
