@@ -5,9 +5,8 @@ This is the only place that orders the phases and moves the state.
 
 from __future__ import annotations
 
-import functools
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Literal
@@ -16,20 +15,19 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from weightload import collector, ownership, preflight, replaying
+from weightload import collector, ownership, preflight
 from weightload.board import Board
 from weightload.closing import make_receipt
+from weightload.delivery import Delivery, Weights
 from weightload.errors import (
     InvalidTransitionError,
     SessionMisnestedError,
     StorageChangedError,
-    UnexpectedWeightError,
     UnsupportedError,
     UsageError,
     WeightLoadError,
 )
 from weightload.family import Draft, Family
-from weightload.filling import Filling
 from weightload.framework import Framework
 from weightload.gate import Gate
 from weightload.intake import Intake
@@ -39,30 +37,25 @@ from weightload.planning import uses_plans
 from weightload.processing import Processing
 from weightload.progress import Progress
 from weightload.quick import Quick
-from weightload.reading import Checkpoint
 from weightload.receipt import Receipt
 from weightload.record import record_of
 from weightload.recorded import Recorded
 from weightload.registry import Role
 from weightload.replaying import Fetch
-from weightload.reporting import LoadProgress, Reporter, size_of
+from weightload.reporting import LoadProgress
 from weightload.scope import Scope
 from weightload.skeleton import Body
-from weightload.sources import pairs_of, unless_empty
 from weightload.states import Event, SessionState
-from weightload.transport import Buffers, Loans, Transport, buffers_of
+from weightload.transport import Transport, buffers_of
 from weightload.verifying import Verification, Verify
-from weightload.ways import Ways
+from weightload.ways import UNPREPARED, Ways
 
 __all__ = ["WeightLoadSession"]
 
-Weights = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 Commit = Literal["stream", "atomic"]
 Version = str | int | None
 Publish = Callable[[Version, Version], object]
 Veto = Callable[[nn.Module], str | None]
-
-_UNPREPARED = "The session is not prepared; call prepare() first."
 
 
 class WeightLoadSession:
@@ -187,7 +180,6 @@ class WeightLoadSession:
         self._recorded: Recorded | None = None
         self._body: Body | None = None
         self._guarded = False
-        self._tell: Callable[..., None] | None = None
 
     def __repr__(self) -> str:
         model = type(self.model).__name__
@@ -278,52 +270,8 @@ class WeightLoadSession:
             buffers = buffers_of(transport)
             self._gate.move(Event.LOAD)
             self._lane.single_stream = single_stream
-            with self._failing("load"), self._reporting(progress, weights):
-                if isinstance(weights, Checkpoint):
-                    filling = self._filling(weights)
-                    if not filling.expected:
-                        self._check_files(weights.forms)
-                    weights, buffers = filling, None
-                left = self._take_quickly(weights, lent=buffers != [])
-                if left is not None:
-                    self._take(left, buffers, each=not isinstance(weights, Collection))
-
-    def _take_quickly(self, weights: Weights, *, lent: bool) -> Weights | None:
-        """Take what needs nothing but copies; return what is left for the long way."""
-        quick = self._prepared().short
-        if quick is None:
-            return weights
-        with self._working(calls=quick.calls or not isinstance(weights, Collection)):
-            if not isinstance(weights, Collection):
-                pairs = self._intake.watched(weights)
-                return quick.take_each(pairs, self._lane, lent=lent)
-            if type(weights) is dict:
-                names, tensors = [*weights], [*weights.values()]
-            else:
-                every = self._intake.read(weights)
-                try:
-                    names, tensors = [name for name, _ in every], [tensor for _, tensor in every]
-                except (TypeError, ValueError):
-                    return every
-            done = quick.take_all(names, tensors)
-            return [*zip(names[done:], tensors[done:], strict=True)] or None
-
-    def _take(self, weights: Weights, buffers: Buffers | None, *, each: bool) -> None:
-        """Give tensors to the model's loaders, or past them by a plan."""
-        loans = self._loans(buffers, each=each)
-        with self._loading() as board, self._lending(loans):
-            if isinstance(weights, Collection):
-                weights = self._intake.read(weights)
-                preflight.check_pairs(board, self.model, self._intake, weights)
-            feed = self._feed(weights, loans, checked=isinstance(weights, list))
-            rest = self._for_loaders(feed)
-            if rest is not None:
-                board.framework.load(self.model, rest)
-            self._not_swallowed(board)
-            self._drained(feed if rest is None else rest)
-            self._process().settle()
-            self._intake.end_loans(loans)
-            self._intake.end_batch()
+            with self._failing("load"):
+                self._delivery().take(weights, buffers, progress)
 
     def load_through(
         self,
@@ -352,34 +300,8 @@ class WeightLoadSession:
             self._intake.lenient = not exact
             self._lane.single_stream = single_stream
             self._transport = exact
-            mine = vars(self.model)
-            kept = {name: mine[name] for name in ("load_weights",) if name in mine}
-            original = getattr(self.model, "load_weights", None)
-
-            def load_weights(weights: Weights, *args: Any, **kwargs: Any) -> Any:
-                each = not isinstance(weights, Collection)
-                loans = self._loans(buffers, each=each)
-                with self._lending(loans):
-                    feed = self._feed(pairs_of(weights), loans)
-                    rest = self._for_loaders(feed)
-                    if rest is None:
-                        return set(self._intake.seen)
-                    shared = self._opened().framework.also(rest)
-                    result = original(shared, *args, **kwargs)  # type: ignore[misc]
-                    self._intake.end_loans(loans)
-                return result
-
-            if callable(original):
-                mine["load_weights"] = load_weights
-            try:
-                with self._failing("load"), self._loading() as board:
-                    run()
-                    self._not_swallowed(board)
-                    self._process().settle()
-                    self._intake.end_batch()
-            finally:
-                mine.pop("load_weights", None)
-                mine.update(kept)
+            with self._failing("load"):
+                self._delivery().through(run, buffers)
 
     def replay(self, plan: Plan, fetch: Fetch | Mapping[str, torch.Tensor]) -> None:
         """Do a load by the writes that :func:`weightload.bake` recorded.
@@ -400,24 +322,13 @@ class WeightLoadSession:
         """
         with self._gate.call("replay", Event.LOAD):
             self._gate.move(Event.LOAD)
-            loans = self._loans(None, each=True)
-            with self._failing("load"), self._loading() as board, self._lending(loans):
-                replaying.replay(
-                    board,
-                    self._intake,
-                    plan,
-                    fetch,
-                    self._process().settle,
-                    lambda pairs: board.framework.load(self.model, self._feed(pairs, loans)),
-                )
-                self._not_swallowed(board)
-                self._intake.end_loans(loans)
-                self._intake.end_batch()
+            with self._failing("load"):
+                self._delivery().replay(plan, fetch)
 
     def dry_run(self, look: Callable[[Board], Any]) -> Any:
         """Let ``look`` work on the prepared model, in the state that loaders run in; see bake."""
         with self._gate.call("dry_run", None), self._failing("check"):
-            board = self._opened()
+            board, _ = self._opened()
             with ownership.entered(self), board.framework.ambient(self.model):
                 return look(board)
 
@@ -437,13 +348,7 @@ class WeightLoadSession:
             CheckpointError: something does not fit, or is missing.
         """
         with self._gate.call("check", None), self._failing("check"):
-            quick = self._prepared().short
-            if quick is not None:
-                forms = {name: preflight.form_of(value) for name, value in weights.items()}
-                if quick.expects(forms, complete=complete):
-                    return
-            with self._loading() as board:
-                preflight.check_set(board, self.model, self._intake, weights, complete=complete)
+            self._delivery().check(weights, complete=complete)
 
     def seal(self) -> dict[str, Any]:
         """Check that everything has come, and process it; ``finish`` is what commits.
@@ -629,7 +534,7 @@ class WeightLoadSession:
     def _open(self) -> None:
         framework = self._family or self._framework
         if framework is None:
-            raise InvalidTransitionError(_UNPREPARED)
+            raise InvalidTransitionError(UNPREPARED)
         framework.adopt(self.model)
         record = record_of(self.model)
         self._kind = "initial" if record is None or record.framework is None else "reload"
@@ -686,35 +591,17 @@ class WeightLoadSession:
             )
         return self.scope.resolve(manifest)
 
-    def _opened(self) -> Board:
-        """Return the board of the whole model; what was not needed so far is opened now."""
-        ways = self._prepared()
-        quick = ways.short
-        if quick is not None:
-            ways.open_rest(quick, self._working)
-        if ways.board is None:
-            raise InvalidTransitionError(_UNPREPARED)
-        return ways.board
-
     def _prepared(self) -> Ways:
         if self._ways is None:
-            raise InvalidTransitionError(_UNPREPARED)
+            raise InvalidTransitionError(UNPREPARED)
         return self._ways
 
-    def _process(self) -> Processing:
-        self._opened()
-        processing = self._prepared().processing
-        if processing is None:
-            raise InvalidTransitionError(_UNPREPARED)
-        return processing
+    def _opened(self) -> tuple[Board, Processing]:
+        """Return the board of the whole model, with what processes it."""
+        return self._prepared().opened(self._working)
 
-    # ------------------------------------------------------------------ loading
-
-    @contextmanager
-    def _loading(self) -> Iterator[Board]:
-        board = self._opened()
-        with self._working(), board.arrivals.observer:
-            yield board
+    def _delivery(self) -> Delivery:
+        return Delivery(ways=self._prepared(), lane=self._lane, working=self._working)
 
     @contextmanager
     def _working(self, *, calls: bool = True) -> Iterator[None]:
@@ -728,136 +615,15 @@ class WeightLoadSession:
         with ownership.entered(self), ambient, self._lane.entered():
             yield
 
-    def _loans(self, buffers: Buffers | None, *, each: bool) -> Loans:
-        return Loans(
-            buffers=buffers,
-            each=each,
-            places=self._places,
-            guarded=self._opened().arrivals.observer.guarded,
-        )
-
-    def _places(self) -> list[torch.Tensor]:
-        return [*self.model.parameters(), *self.model.buffers()]
-
-    @contextmanager
-    def _lending(self, loans: Loans) -> Iterator[None]:
-        """Take back what is lent, also if the block raises: the caller's memory is his own then."""
-        try:
-            yield
-        except BaseException as error:
-            try:
-                self._intake.end_loans(loans)
-            except Exception as second:
-                error.add_note(f"weightload: {second}")
-            raise
-
-    def _feed(
-        self,
-        weights: Iterable[tuple[str, torch.Tensor]],
-        loans: Loans,
-        *,
-        checked: bool = False,
-    ) -> Iterator[Any]:
-        between: Callable[[], None] = self._process().settle
-        if self._family is not None:
-            between = functools.partial(self._process().settle, self._family.shared)
-        if self._tell is not None:
-            between = self._then_tell(between, self._tell)
-        express = None if self._intake.lenient else self._prepared().express
-        return self._intake.feed(
-            weights,
-            loans=loans,
-            between=between,
-            lane=self._lane,
-            takes=None if express is None else express.takes,
-            flush=None if express is None else express.flush,
-            checked=checked,
-        )
-
-    @contextmanager
-    def _reporting(
-        self, callback: Callable[[LoadProgress], object] | None, weights: Any
-    ) -> Iterator[None]:
-        """Report what comes while the block runs."""
-        if callback is None:
-            yield
-            return
-        tensors = nbytes = None
-        if isinstance(weights, Collection):
-            tensors = len(weights)
-            nbytes = getattr(weights, "nbytes", None) or size_of(weights)
-        intake, reporter = self._intake, Reporter(callback, tensors, nbytes)
-        before = len(intake.seen), intake.nbytes
-
-        def tell(*, ended: bool = False) -> None:
-            reporter.tell(len(intake.seen) - before[0], intake.nbytes - before[1], ended=ended)
-
-        ways = self._prepared()
-        self._tell = tell
-        if ways.quick is not None:
-            ways.quick.tell = tell
-        try:
-            yield
-        finally:
-            self._tell = None
-            if ways.quick is not None:
-                ways.quick.tell = None
-            tell(ended=True)
-
-    @staticmethod
-    def _then_tell(between: Callable[[], None], tell: Callable[[], None]) -> Callable[[], None]:
-        def both() -> None:
-            between()
-            tell()
-
-        return both
-
-    def _check_files(self, forms: Mapping[str, Any]) -> None:
-        """Check what is going to be read, as far as its headers tell, before anything is written."""
-        quick = self._prepared().short
-        if quick is None or not quick.expects(forms, complete=False):
-            with self._loading() as board:
-                preflight.check_forms(board, self.model, self._intake, forms)
-
-    def _filling(self, checkpoint: Checkpoint) -> Filling:
-        ways = self._prepared()
-        return Filling(
-            checkpoint,
-            quick=lambda: ways.short,
-            reserve=ways.reserve,
-            ready=ways.ready,
-            leaves=self._intake.leaves,
-        )
-
-    def _for_loaders(self, feed: Iterator[Any]) -> Iterator[Any] | None:
-        """Return what the loaders get, ``None`` if a plan has taken everything."""
-        if self._prepared().express is None:
-            return feed
-        return unless_empty(feed)
-
-    def _not_swallowed(self, board: Board) -> None:
-        """Raise what interrupted the loaders, if they went on as if nothing had happened."""
-        for error in (self._intake.failure, board.arrivals.observer.refusal):
-            if error is not None:
-                raise error
-
-    def _drained(self, feed: Iterator[Any]) -> None:
-        for name, _ in feed:
-            raise UnexpectedWeightError(
-                f"The model's load_weights returned before it had read {name!r}; it must read the "
-                f"whole iterator that it is given.",
-                name=name,
-            )
-
     # ------------------------------------------------------------------ processing
 
     def _process_early(self, call: str, module: nn.Module, role: Role) -> bool:
         with self._gate.call(call, None, inside=True), self._failing("process"):
-            self._opened()
+            _, processing = self._opened()
             if self.state is SessionState.PREPARED:
                 self._gate.move(Event.LOAD)
             with self._working():
-                return self._process().early(module, role)
+                return processing.early(module, role)
 
     def _seal(self) -> None:
         """Check that everything came, run the hooks that are left, plan the commits."""
@@ -868,7 +634,7 @@ class WeightLoadSession:
         if quick is not None and self._seal_quickly(ways, quick):
             self._sealed = True
             return
-        board, processing = self._opened(), self._process()
+        board, processing = self._opened()
         missing = board.completeness.missing()
         lost = board.leave_out(missing)
         self._kept = len(lost) < len(missing) and self._kind == "reload"
@@ -907,9 +673,9 @@ class WeightLoadSession:
         if quick is not None:
             self._finish_quickly(ways, quick)
             return
-        board = self._opened()
+        board, processing = self._opened()
         with self._working():
-            self._process().commit_all()
+            processing.commit_all()
             board.framework.after_processing(self.model)
         with self._progress.timed("verify"):
             board.verify()

@@ -11,6 +11,7 @@ from torch import nn
 
 from weightload import ownership
 from weightload.board import Board
+from weightload.errors import InvalidTransitionError
 from weightload.express import Express
 from weightload.family import Family
 from weightload.framework import Framework
@@ -27,7 +28,9 @@ from weightload.scope import Scope
 from weightload.skeleton import Body
 from weightload.staging import Area
 
-__all__ = ["Ways"]
+__all__ = ["UNPREPARED", "Ways"]
+
+UNPREPARED = "The session is not prepared; call prepare() first."
 
 
 @attrs.define(kw_only=True, eq=False, repr=False)
@@ -186,13 +189,24 @@ class Ways:
             board.start_recording()
         return board, processing
 
-    def open_rest(self, quick: Quick, working: Callable[[], AbstractContextManager[None]]) -> None:
-        """Prepare the whole model after all, and tell the ledgers what has come so far.
+    def opened(
+        self, working: Callable[[], AbstractContextManager[None]]
+    ) -> tuple[Board, Processing]:
+        """Return the board of the whole model, with what processes it.
+
+        What was not needed so far is prepared now, and the ledgers are told what has come.
 
         Args:
-            quick: the way without a board, which is not enough any more.
             working: enters the state that the session works in.
         """
+        quick = self.short
+        if quick is not None:
+            self._open_rest(quick, working)
+        if self.board is None or self.processing is None:
+            raise InvalidTransitionError(UNPREPARED)
+        return self.board, self.processing
+
+    def _open_rest(self, quick: Quick, working: Callable[[], AbstractContextManager[None]]) -> None:
         self.whole = True
         with working():
             quick.flush()
