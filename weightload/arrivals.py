@@ -338,7 +338,10 @@ class Arrivals:
         """Whether the names came that only repeat a value, bring no element, or replace a default.
 
         The loaders of the first two need the twins; without the last a value may have to be kept.
+        A first load does not know yet which tensors without elements will come.
         """
+        if self._load.initial and any(entry.hollow for entry in unit.reads):
+            return False
         return all(
             name in self._load.intake.seen
             for entry in unit.reads

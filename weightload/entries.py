@@ -78,6 +78,11 @@ class Entry:
         return self.ledger.touched or bool(self.shared.names)
 
     @property
+    def hollow(self) -> bool:
+        """Whether it has no elements, could come, and has not."""
+        return self.required and 0 in self.ledger.shape and not self.ledger.touched
+
+    @property
     def empty_parts(self) -> list[str]:
         """Names that filled parts without elements the last time, and have not done so now."""
         if len(self.sources) <= self.ledger.count:

@@ -49,7 +49,16 @@ def test_a_first_load_equals_a_fresh_one(toy, commit):
     assert session.receipt.kind == "initial"
 
 
-WITHOUT_VALUES = ("plain", "repacked", "tied", "fused", "attention", "kernel", "interleaved")
+WITHOUT_VALUES = (
+    "plain",
+    "repacked",
+    "tied",
+    "fused",
+    "hollow",
+    "attention",
+    "kernel",
+    "interleaved",
+)
 """Toys that are constructed without any value of their own."""
 
 
@@ -67,6 +76,20 @@ def test_a_model_on_meta_gets_its_memory_as_it_loads(toy, commit):
             session.load(make_state(TOYS[toy], number))
         assert session.receipt.kind == "reload"
         check_equal(model, TOYS[toy], make_state(TOYS[toy], number))
+
+
+@pytest.mark.parametrize("bring", [["order", "rest"], ["rest", "order"], ["order"], []])
+def test_a_model_on_meta_waits_for_tensors_without_elements(bring, commit):
+    """They may come after all others, or not at all."""
+    with torch.device("meta"):
+        model = TOYS["hollow"]()
+    state = make_state(TOYS["hollow"], 1)
+    last = [f"layers.{number}.{name}" for name in bring for number in (0, 2)]
+    first = [name for name in state if not name.endswith((".order", ".rest"))]
+    with first_session(model, commit=commit) as session:
+        for name in (*first, *last):
+            session.load([(name, state[name])])
+    check_equal(model, TOYS["hollow"], state)
 
 
 @pytest.mark.parametrize("toy", TOYS)
