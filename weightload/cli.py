@@ -14,8 +14,8 @@ from pathlib import Path
 import click
 
 from weightload import __version__
-from weightload.errors import WeightLoadError
-from weightload.files import checkpoint_folder, read_files
+from weightload.errors import WeightLoadError, name_some
+from weightload.files import absent_of, checkpoint_folder, read_files, safetensors_of
 from weightload.registry import ModuleRegistry
 
 __all__ = ["main"]
@@ -30,12 +30,20 @@ def main() -> None:
 @main.command()
 @click.argument("folder", type=click.Path(path_type=Path))
 def check(folder: Path) -> None:
-    """Read the headers of a checkpoint's safetensors files and check that their data is there."""
+    """Read the headers of a checkpoint's safetensors files and check that their data is there.
+
+    Of a folder with an index, these are the files that it names.
+    """
     try:
-        files = sorted(checkpoint_folder(folder).glob("*.safetensors"))
-        headers = [one for file in read_files(files) for one in file.headers.values()]
+        files = read_files(safetensors_of(checkpoint_folder(folder)))
+        absent = absent_of(folder, files)
     except WeightLoadError as error:
         raise click.ClickException(str(error)) from error
+    if absent:
+        raise click.ClickException(
+            f"The index of {str(folder)!r} names tensors that no file holds: {name_some(absent)}."
+        )
+    headers = [one for file in files for one in file.headers.values()]
     elements: collections.Counter[str] = collections.Counter()
     for header in headers:
         elements[header.dtype] += math.prod(header.shape)
@@ -51,8 +59,9 @@ def explain(target: str, vllm: bool) -> None:
     home, _, name = target.partition(":")
     try:
         cls = getattr(importlib.import_module(home), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise click.BadParameter(f"{target!r} names no class ({error})") from error
+    except (Exception, SystemExit) as error:  # whatever the module does when it is imported
+        why = f"{type(error).__name__}: {error}"
+        raise click.BadParameter(f"{target!r} names no class ({why})") from error
     if not isinstance(cls, type):
         raise click.BadParameter(f"{target!r} is no class but {cls!r}")
     click.echo(_registry(vllm).explain(cls))

@@ -6,6 +6,7 @@ import json
 import math
 import operator
 import os
+import stat
 import struct
 import threading
 from collections.abc import Iterable, Mapping
@@ -14,10 +15,24 @@ from typing import Any, NamedTuple
 
 import attrs
 
-from weightload.errors import CheckpointFileError, DuplicateWeightError
+from weightload.errors import CheckpointFileError, DuplicateWeightError, UsageError
 
-__all__ = ["File", "Header", "checkpoint_folder", "read_files", "safetensors_of", "stamp_of"]
+__all__ = [
+    "File",
+    "Header",
+    "absent_of",
+    "checkpoint_folder",
+    "path_of",
+    "read_files",
+    "safetensors_of",
+    "stamp_of",
+]
 
+_INDEX = "model.safetensors.index.json"
+_KINDS = (".safetensors", ".bin", ".pt")
+"""How the names of files end that could hold weights."""
+_NONSENSE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+"""What comes up when JSON is read that says something else than it should."""
 _LONGEST_HEADER = 100_000_000
 _REMEMBERED = 4 << 20
 """Bytes of headers whose meaning is remembered."""
@@ -61,26 +76,53 @@ class File:
     headers: Mapping[str, Header]
 
 
-def checkpoint_folder(path: str | Path) -> Path:
+def path_of(path: Any) -> Path:
+    """Return what a caller gave as a path.
+
+    Raises:
+        UsageError: it is none.
+    """
+    try:
+        return Path(path)
+    except TypeError:
+        raise UsageError(
+            f"A checkpoint is given as a path, or as the paths of its files; found {path!r}."
+        ) from None
+
+
+def checkpoint_folder(path: str | os.PathLike[str]) -> Path:
     """Return the folder at ``path``.
 
     Raises:
-        CheckpointFileError: there is no folder, or no file in it that could hold weights.
+        CheckpointFileError: there is no folder, it cannot be looked at, or there is no file in it
+            that could hold weights.
+        UsageError: it is no path.
     """
-    folder = Path(path)
-    if not folder.is_dir():
-        what = "is a file" if folder.exists() else "does not exist"
-        raise CheckpointFileError(
-            f"Checkpoint folder {str(folder)!r} {what}; expected a folder with *.safetensors, "
-            f"*.bin or *.pt files.",
-            path=str(folder),
-        )
-    if not any(next(folder.glob(kind), None) for kind in ("*.safetensors", "*.bin", "*.pt")):
+    folder = path_of(path)
+    if not any(name.endswith(_KINDS) for name in _names_in(folder)):
         raise CheckpointFileError(
             f"Checkpoint folder {str(folder)!r} holds no *.safetensors, *.bin or *.pt file.",
             path=str(folder),
         )
     return folder
+
+
+def _names_in(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except NotADirectoryError:
+        what = "is a file" if folder.exists() else "does not exist"
+    except (FileNotFoundError, ValueError):
+        what = "does not exist"
+    except OSError as error:
+        raise CheckpointFileError(
+            f"Checkpoint folder {str(folder)!r} cannot be looked at ({error}).", path=str(folder)
+        ) from error
+    raise CheckpointFileError(
+        f"Checkpoint folder {str(folder)!r} {what}; expected a folder with *.safetensors, "
+        f"*.bin or *.pt files.",
+        path=str(folder),
+    )
 
 
 def safetensors_of(folder: Path) -> list[Path]:
@@ -89,19 +131,39 @@ def safetensors_of(folder: Path) -> list[Path]:
     A folder may hold the same tensors a second time, in one consolidated file.
 
     Raises:
-        CheckpointFileError: there is none, or the index cannot be read.
+        CheckpointFileError: there is none, or the folder or the index cannot be read.
     """
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            named = set(json.loads(index.read_bytes())["weight_map"].values())
-            return sorted(folder / name for name in named)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise _bad(index, f"it is no index of safetensors files ({error})") from error
-    files = sorted(folder.glob("*.safetensors"))
+    named = _index_of(folder)
+    if named is not None:
+        return sorted(folder / name for name in set(named.values()))
+    files = sorted(folder / name for name in _names_in(folder) if name.endswith(_KINDS[0]))
     if not files:
         raise CheckpointFileError(f"{str(folder)!r} holds no *.safetensors file.", path=str(folder))
     return files
+
+
+def absent_of(folder: Path, files: Iterable[File]) -> list[str]:
+    """Return the tensors that a checkpoint's index names and that none of its files holds.
+
+    Raises:
+        CheckpointFileError: the index cannot be read.
+    """
+    named = _index_of(folder) or {}
+    return sorted(named.keys() - {name for file in files for name in file.headers})
+
+
+def _index_of(folder: Path) -> dict[str, str] | None:
+    """Return which file each tensor is in, ``None`` if there is no index."""
+    index = folder / _INDEX
+    try:
+        if not index.is_file():
+            return None
+        named = json.loads(index.read_bytes())["weight_map"]
+        return {name: os.fspath(file) for name, file in named.items()}
+    except OSError as error:
+        raise _bad(index, str(error)) from error
+    except _NONSENSE as error:
+        raise _bad(index, f"it is no index of safetensors files ({error})") from error
 
 
 def stamp_of(status: os.stat_result) -> tuple[int, int, int]:
@@ -109,7 +171,7 @@ def stamp_of(status: os.stat_result) -> tuple[int, int, int]:
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def read_files(files: Iterable[str | Path]) -> list[File]:
+def read_files(files: Iterable[str | os.PathLike[str]]) -> list[File]:
     """Read the headers of safetensors files and check that their data is all there.
 
     The format is an 8 byte little-endian length, that many bytes of JSON, and the data
@@ -118,8 +180,9 @@ def read_files(files: Iterable[str | Path]) -> list[File]:
     Raises:
         CheckpointFileError: a file is missing, cut short, or no safetensors file.
         DuplicateWeightError: two files hold a tensor of the same name.
+        UsageError: one is no path.
     """
-    found = [_read(file) for file in map(Path, files)]
+    found = [_read(file) for file in map(path_of, files)]
     owners: dict[str, File] = {}
     for file in found:
         for name in owners.keys() & file.headers.keys():
@@ -133,6 +196,8 @@ def read_files(files: Iterable[str | Path]) -> list[File]:
 
 def _read(path: Path) -> File:
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # a pipe would wait for somebody who writes
+            raise _bad(path, "it is no regular file")
         with path.open("rb") as stream:
             stamp = stamp_of(os.fstat(stream.fileno()))
             size = stamp[1]
@@ -143,7 +208,7 @@ def _read(path: Path) -> File:
             headers, end = _meaning(stream.read(length))
     except OSError as error:
         raise _bad(path, str(error)) from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except _NONSENSE as error:
         raise _bad(path, f"its header is no safetensors header ({error})") from error
     if size < end:
         raise _bad(path, f"it has {size} bytes and its header promises {end}")

@@ -14,7 +14,6 @@ import ctypes
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +23,7 @@ from weightload.files import (
     File,
     Header,
     checkpoint_folder,
+    path_of,
     read_files,
     safetensors_of,
     stamp_of,
@@ -98,13 +98,14 @@ class Checkpoint(Mapping[str, torch.Tensor]):
     Raises:
         CheckpointFileError: there is no such file, or one is cut short or no safetensors file.
         DuplicateWeightError: two files hold a tensor of the same name.
+        UsageError: what was given is no path.
     """
 
-    def __init__(self, source: str | Path | Iterable[str | Path]) -> None:
-        if not isinstance(source, str | Path):
-            self.files = [Path(file) for file in source]
-        elif str(source).endswith(".safetensors"):
-            self.files = [Path(source)]
+    def __init__(self, source: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> None:
+        if not isinstance(source, str | bytes | os.PathLike) and isinstance(source, Iterable):
+            self.files = [path_of(file) for file in source]
+        elif str(path_of(source)).endswith(".safetensors"):
+            self.files = [path_of(source)]
         else:
             self.files = safetensors_of(checkpoint_folder(source))
         self.contents = read_files(self.files)

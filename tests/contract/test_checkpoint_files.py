@@ -5,8 +5,10 @@ filled, or left as it was; a file that changes or ends while it is read, and a m
 nevertheless.
 """
 
+import errno
 import os
 import random
+import struct
 import subprocess
 import sys
 import time
@@ -23,6 +25,7 @@ from weightload import (
     Scope,
     SessionState,
     UnexpectedWeightError,
+    UsageError,
     WeightLoadSession,
     WeightMismatchError,
     bundle,
@@ -80,6 +83,75 @@ def test_loads_from_files_equal_fresh_loads(toy, commit, plans, maps, tmp_path, 
         names = len(bench.state(seed))
         assert session.receipt.consumed.count + session.receipt.skipped.count == names
         assert session.receipt.bytes_received == Checkpoint(folder).nbytes
+
+
+class Elsewhere:
+    """A path as other libraries have it."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __fspath__(self):
+        return str(self.path)
+
+
+def test_a_checkpoint_is_given_as_a_path_of_any_kind(tmp_path):
+    folder = write_folder(tmp_path / "c", {"a": torch.ones(2), "b": torch.ones(3)})
+    files = sorted(folder.iterdir())
+    for source in (str(folder), Elsewhere(folder), [*map(Elsewhere, files)], iter(files)):
+        assert [*Checkpoint(source)] == ["a", "b"]
+    assert [*Checkpoint(Elsewhere(files[0]))] == ["a"]
+
+
+@pytest.mark.parametrize("source", [None, 5, b"folder", [5], [None]], ids=repr)
+def test_what_is_no_path_is_called_so(source):
+    with pytest.raises(UsageError, match="is given as a path"):
+        Checkpoint(source)
+
+
+def test_a_path_that_the_system_does_not_take_is_named(tmp_path):
+    for name in ("x" * 300, "x" * 300 + ".safetensors", "file/inner", "nul\0"):
+        write(tmp_path / "file", {"a": torch.ones(2)})
+        with pytest.raises(CheckpointFileError):
+            Checkpoint(tmp_path / name)
+    with pytest.raises(CheckpointFileError, match="is a file"):
+        Checkpoint(tmp_path / "file")
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EMFILE])
+def test_a_folder_that_cannot_be_looked_at_is_not_called_empty(number, tmp_path, monkeypatch):
+    def refused(*args, **options):
+        raise OSError(number, os.strerror(number))
+
+    write(tmp_path / "model.safetensors", {"a": torch.ones(2)})
+    for name in ("listdir", "scandir"):
+        monkeypatch.setattr(os, name, refused)
+    with pytest.raises(CheckpointFileError, match=f"looked at.*{os.strerror(number)}"):
+        Checkpoint(tmp_path)
+    monkeypatch.undo()
+    monkeypatch.setattr(os, "stat", refused)
+    with pytest.raises(CheckpointFileError, match=os.strerror(number)):
+        Checkpoint(tmp_path)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "model.safetensors")
+    code = "import sys, weightload; weightload.Checkpoint(sys.argv[1])"
+    ran = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], timeout=60, capture_output=True, text=True
+    )
+    assert "it is no regular file" in ran.stderr
+
+
+def test_headers_and_indexes_that_are_nested_too_deeply_are_refused(tmp_path):
+    nested = b"[" * 100_000
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(struct.pack("<Q", len(nested)) + nested)
+    with pytest.raises(CheckpointFileError, match="header"):
+        Checkpoint(file)
+    (tmp_path / "model.safetensors.index.json").write_bytes(nested)
+    with pytest.raises(CheckpointFileError, match="index"):
+        Checkpoint(tmp_path)
 
 
 def test_a_first_load_may_come_from_files(tmp_path):
