@@ -128,7 +128,7 @@ class Arena:
         Raises:
             TransportError: it cannot be divided like that.
         """
-        size, rest = divmod(self.memory.numel(), count)
+        size, rest = divmod(self.memory.numel(), count) if count > 0 else (0, 1)
         if rest or size % ALIGNMENT:
             raise TransportError(
                 f"Memory of {self.memory.numel()} bytes has no {count} equal parts whose size is a "

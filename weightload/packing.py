@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from weightload.errors import UsageError
+from weightload.sources import unpack
+from weightload.storage import inner_tensors, storage_key
 from weightload.wire import (
     ALIGNMENT,
     DTYPES,
@@ -21,7 +23,7 @@ from weightload.wire import (
     require_memory,
 )
 
-__all__ = ["BucketWriter", "forms_of"]
+__all__ = ["BucketWriter", "forms_of", "size_of"]
 
 
 def forms_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -33,6 +35,26 @@ def forms_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     for name, one in tensors.items():
         _require_tensor(name, one)
     return {name: [list(one.shape), dtype_name(one.dtype)] for name, one in tensors.items()}
+
+
+def size_of(name: Any, tensor: Any) -> int:
+    """Return how many bytes of a tensor are sent.
+
+    Raises:
+        UsageError: it is no tensor, or has no plain bytes to send.
+    """
+    _require_tensor(name, tensor)
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        what = "on the meta device" if tensor.is_meta else f"of layout {tensor.layout}"
+        raise UsageError(f"{name!r} is {what}, so it has no run of bytes to send.")
+    if storage_key(tensor) is None or inner_tensors(tensor):
+        raise UsageError(
+            f"{name!r} is a {type(tensor).__name__}, which keeps its values in other tensors, so it "
+            f"has no run of bytes to send. Send a plain tensor of the same values; of a DTensor "
+            f"that is tensor.full_tensor()."
+        )
+    nbytes: int = tensor.nbytes
+    return nbytes
 
 
 class BucketWriter:
@@ -102,9 +124,10 @@ class BucketWriter:
 
         Raises:
             UsageError: what comes under a name is no tensor, or has no plain bytes to send.
+            WeightMismatchError: something comes that is no pair.
         """
         capacity = self._memories[0].numel()
-        for name, tensor in weights:
+        for name, tensor in map(unpack, weights):
             octets = _octets(name, tensor)
             size = octets.numel()
             if self._rows and self._used + size > capacity:
@@ -170,10 +193,7 @@ def _require_tensor(name: Any, one: Any) -> None:
 
 def _octets(name: Any, tensor: Any) -> torch.Tensor:
     """Return the bytes of a tensor, in order."""
-    _require_tensor(name, tensor)
-    if tensor.layout is not torch.strided or tensor.is_meta:
-        what = "on the meta device" if tensor.is_meta else f"of layout {tensor.layout}"
-        raise UsageError(f"{name!r} is {what}, so it has no run of bytes to send.")
+    size_of(name, tensor)
     plain: torch.Tensor = tensor.detach().resolve_conj().resolve_neg()
     # One element counts as contiguous, whatever its stride, and then is no view of bytes.
     return plain.contiguous().as_strided((plain.numel(),), (1,)).view(torch.uint8)

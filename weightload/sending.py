@@ -15,7 +15,7 @@ import torch
 
 from weightload.arena import Arena
 from weightload.intake import Intake
-from weightload.packing import BucketWriter, forms_of
+from weightload.packing import BucketWriter, forms_of, size_of
 from weightload.reading import Checkpoint
 from weightload.reporting import LoadProgress, Reporter
 from weightload.sources import pairs_of
@@ -41,12 +41,15 @@ class Sent:
     Args:
         callback: gets a :class:`LoadProgress`; ``None`` to count for nobody.
         weights: what is sent.
+
+    Raises:
+        UsageError: a mapping holds something that cannot be sent.
     """
 
     def __init__(self, callback: Callable[[LoadProgress], object] | None, weights: Any) -> None:
         tensors = nbytes = None
         if isinstance(weights, Mapping) and callback is not None:
-            tensors, nbytes = len(weights), sum(one.nbytes for one in weights.values())
+            tensors, nbytes = len(weights), _size_of_all(weights)
         self._reporter = None if callback is None else Reporter(callback, tensors, nbytes)
         self._tensors = self._nbytes = 0
 
@@ -66,6 +69,12 @@ class Sent:
             self._reporter.tell(self._tensors, self._nbytes, ended=True)
 
 
+def _size_of_all(weights: Mapping[str, torch.Tensor], *, between: int = 0) -> int:
+    if isinstance(weights, Checkpoint):  # knows it without a look at its tensors
+        return weights.nbytes
+    return sum(size_of(name, one) + between for name, one in weights.items())
+
+
 def operations(
     weights: Weights | None, *, check_finite: bool = False, bucket_bytes: int | None = None
 ) -> Generator[Operation]:
@@ -80,7 +89,8 @@ def operations(
         bucket_bytes: size of the shared memory, by default :data:`BUCKET_BYTES`.
 
     Raises:
-        WeightMismatchError: see ``check_finite``.
+        UsageError: a tensor cannot be sent; one of a mapping, before anything is sent.
+        WeightMismatchError: see ``check_finite``; or a source yields something that is no pair.
     """
     if weights is None or isinstance(weights, str | Path):
         yield "load_path", {"path": None if weights is None else str(weights)}
@@ -88,14 +98,14 @@ def operations(
     if isinstance(weights, Checkpoint):
         yield "load_files", {"files": [str(file) for file in weights.files]}
         return
+    nbytes = bucket_bytes or BUCKET_BYTES
+    if isinstance(weights, Mapping):
+        nbytes = min(nbytes, _size_of_all(weights, between=ALIGNMENT))
     if isinstance(weights, Mapping) and check_finite:
         intake = Intake(manifest=None, check_finite=True)
         for name, tensor in weights.items():
             intake.check_pair(name, tensor)
     forms = forms_of(weights) if isinstance(weights, Mapping) else None
-    nbytes = bucket_bytes or BUCKET_BYTES
-    if isinstance(weights, Mapping):
-        nbytes = min(nbytes, sum(one.nbytes + ALIGNMENT for one in weights.values()))
     arena = Arena.create(nbytes)
     try:
         writer = BucketWriter(arena.memory, forms=forms)

@@ -10,12 +10,15 @@ import json
 
 import pytest
 import torch
+from files_of import write
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from weightload import TransportError, UsageError, wire
+from weightload import Checkpoint, TransportError, UsageError, WeightMismatchError, wire
+from weightload.arena import Arena
 from weightload.digest import digest
 from weightload.packing import BucketWriter, forms_of
+from weightload.sending import Sent, operations
 from weightload.unpacking import BucketReader
 
 CAPACITY = 256
@@ -275,11 +278,36 @@ def test_a_size_that_nothing_has_room_for_is_refused_by_name_and_the_bucket_may_
     reader.close(closing)
 
 
+class Wrapper(torch.Tensor):
+    """Keeps its values in another tensor, as a DTensor does."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].inner)
+        raise NotImplementedError(func)
+
+
+class Flattened(Wrapper):
+    """Says which tensors these are."""
+
+    def __tensor_flatten__(self):
+        return ["inner"], None
+
+
 STRANGE = {
     "quantized": lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8),
     "sparse": lambda: torch.eye(2).to_sparse(),
     "rows": lambda: torch.eye(2).to_sparse_csr(),
     "without bytes": lambda: torch.ones(2, device="meta"),
+    "a wrapper": lambda: Wrapper(torch.ones(2)),
+    "that tells": lambda: Flattened(torch.ones(2)),
     "text": lambda: "x",
     "a list": lambda: [1.0],
     "none": lambda: None,
@@ -292,11 +320,49 @@ def test_what_has_no_bytes_to_send_is_refused_by_name(name):
     memory = torch.zeros(CAPACITY, dtype=torch.uint8)
     with pytest.raises(UsageError, match=f"'{name}'"):
         list(BucketWriter(memory).fill([(name, one)]))
-    if name not in ("without bytes", "sparse", "rows"):
+    if name not in ("without bytes", "sparse", "rows", "a wrapper", "that tells"):
         with pytest.raises(UsageError, match=f"'{name}'"):
             forms_of({name: one})
     with pytest.raises(UsageError, match="name"):
         list(BucketWriter(memory).fill([(5, torch.ones(1))]))
+
+
+@pytest.mark.parametrize("check_finite", [False, True])
+@pytest.mark.parametrize("name", STRANGE)
+def test_a_mapping_is_looked_at_before_anything_is_sent(name, check_finite):
+    weights = {"first": torch.ones(2), name: STRANGE[name]()}
+    with pytest.raises(UsageError, match=f"'{name}'"):
+        next(operations(weights, check_finite=check_finite))
+    with pytest.raises(UsageError, match=f"'{name}'"):
+        Sent(print, weights)
+
+
+@pytest.mark.parametrize("pair", [torch.ones(3), ("a", torch.ones(1), 2), 5, "abc"])
+def test_what_is_no_pair_is_called_so(pair):
+    memory = torch.zeros(CAPACITY, dtype=torch.uint8)
+    with pytest.raises(WeightMismatchError, match=r"yields \(name, tensor\) pairs"):
+        list(BucketWriter(memory).fill([pair]))
+    with pytest.raises(WeightMismatchError, match=r"yields \(name, tensor\) pairs"):
+        list(operations([pair]))
+
+
+def test_the_size_of_a_checkpoint_is_told_without_a_look_at_its_tensors(tmp_path, monkeypatch):
+    checkpoint = Checkpoint(write(tmp_path / "one.safetensors", {"a": torch.ones(3)}))
+    monkeypatch.setattr(Checkpoint, "__getitem__", None)
+    reports = []
+    Sent(reports.append, checkpoint).close()
+    assert [(one.tensors_total, one.nbytes_total) for one in reports] == [(1, 12)]
+
+
+@pytest.mark.parametrize("count", [0, -1, 3, 128])
+def test_memory_that_has_no_such_parts_is_not_divided(count):
+    arena = Arena.create(256)
+    try:
+        with pytest.raises(TransportError, match=f"has no {count} equal parts"):
+            arena.parts(count)
+        assert len(arena.parts(2)) == 2
+    finally:
+        arena.close(remove=True)
 
 
 @pytest.mark.parametrize(
