@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from weightload.errors import UnclassifiedModuleError, UsageError
+from weightload.errors import UnclassifiedModuleError, UnsupportedError, UsageError
 
 __all__ = ["Convert", "ModuleRegistry", "ModuleRule", "Role"]
 
@@ -162,7 +162,14 @@ class ModuleRegistry:
         Raises:
             UnclassifiedModuleError: the module has a hook and no rule says what to do with it,
                 or two rules give it the same role.
+            UnsupportedError: it is a module of TorchScript.
         """
+        if any(map(_of_torchscript, type(module).__mro__)):
+            raise UnsupportedError(
+                f"Module {name!r} ({type(module).__qualname__}) is compiled by TorchScript, which "
+                f"hides what it holds. Load the module that it was made of, and compile that anew.",
+                module=name,
+            )
         found: dict[Role, ModuleRule] = {}
         classified = False
         for owner, table in self._sources(module):
@@ -188,7 +195,15 @@ class ModuleRegistry:
         return [found[role] for role in _ORDER if role in found]
 
     def explain(self, cls: type, *, strategy: bool = False) -> str:
-        """Say in one sentence which rule applies to a type, and why."""
+        """Say in one sentence which rule applies to a type, and why.
+
+        Raises:
+            UsageError: ``cls`` is no type.
+        """
+        if not isinstance(cls, type):
+            raise UsageError(
+                f"Rules are explained for types; found {type(cls).__qualname__}, ask for its type."
+            )
         table = self._strategy_types if strategy else self._types
         kind = "strategy objects" if strategy else "modules"
         for base in cls.__mro__:
@@ -234,6 +249,11 @@ def own_attribute(module: Any, name: str) -> Any:
     """
     value = vars(module).get(name)
     return vars(module).get("_modules", {}).get(name) if value is None else value
+
+
+def _of_torchscript(cls: type) -> bool:
+    """Whether a type is the base of all modules of TorchScript; told without an import of torch."""
+    return cls.__name__ == "ScriptModule" and cls.__module__.partition(".")[0] == "torch"
 
 
 def _along_mro(cls: type, table: dict[type, ModuleRule], module: Any) -> ModuleRule | None:

@@ -1,8 +1,16 @@
 """Rules are found by type, along the MRO, for modules and for their strategy objects."""
 
 import pytest
+import torch
 
-from weightload import ModuleRegistry, ModuleRule, Role, UnclassifiedModuleError, UsageError
+from weightload import (
+    ModuleRegistry,
+    ModuleRule,
+    Role,
+    UnclassifiedModuleError,
+    UnsupportedError,
+    UsageError,
+)
 
 
 class Module:
@@ -240,3 +248,20 @@ def test_explain_says_which_rule_applies_and_why(registry):
     )
     assert "inherited from Hooked" in registry.explain(Child)
     assert "strategy objects" in registry.explain(Strategy, strategy=True)
+
+
+def test_what_is_no_type_is_not_explained(registry):
+    with pytest.raises(UsageError, match="found Module, ask for its type"):
+        registry.explain(Module())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("how", ["script", "trace"])
+def test_a_module_of_torchscript_is_refused_by_name(registry, how):
+    linear = torch.nn.Linear(3, 3)
+    compiled = (
+        torch.jit.script(linear) if how == "script" else torch.jit.trace(linear, torch.ones(3))
+    )
+    with pytest.raises(UnsupportedError, match=r"'layers\.3'.*TorchScript"):
+        registry.rules_for(compiled, "layers.3")
+    assert registry.rules_for(linear, "layers.3") == []
