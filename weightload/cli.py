@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import importlib
-import math
 from pathlib import Path
 
 import click
@@ -46,7 +45,7 @@ def check(folder: Path) -> None:
     headers = [one for file in files for one in file.headers.values()]
     elements: collections.Counter[str] = collections.Counter()
     for header in headers:
-        elements[header.dtype] += math.prod(header.shape)
+        elements[header.dtype] += header.elements
     kinds = ", ".join(f"{count:,} x {dtype}" for dtype, count in sorted(elements.items()))
     click.echo(f"{len(files)} files, {len(headers)} tensors, {kinds or 'no elements'}: whole.")
 

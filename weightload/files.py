@@ -36,13 +36,16 @@ _NONSENSE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 _LONGEST_HEADER = 100_000_000
 _REMEMBERED = 4 << 20
 """Bytes of headers whose meaning is remembered."""
+_PACKED = {"F4": 2}
+"""How many elements share a byte, for types whose elements do."""
 _SIZES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
+    **dict.fromkeys(("F8_E4M3FNUZ", "F8_E5M2FNUZ", *_PACKED), 1),
     **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
     **dict.fromkeys(("U32", "I32", "F32"), 4),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
 }
-"""Bytes of one element, by the names of types in safetensors files."""
+"""Bytes of one element as torch counts them, by the names of types in safetensors files."""
 
 
 class Header(NamedTuple):
@@ -50,7 +53,8 @@ class Header(NamedTuple):
 
     Attributes:
         dtype: type of the elements, in the file format's words, such as ``"BF16"``.
-        shape: sizes.
+        shape: sizes as torch counts them: elements that share a byte are one, which a file counts
+            apart along the last dimension.
         offset: bytes of the file before its data.
         nbytes: size of its data.
     """
@@ -59,6 +63,11 @@ class Header(NamedTuple):
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+
+    @property
+    def elements(self) -> int:
+        """How many elements it has, also where several share a byte."""
+        return math.prod(self.shape) * _PACKED.get(self.dtype, 1)
 
 
 @attrs.frozen(eq=False)
@@ -245,13 +254,22 @@ def _parsed(text: bytes) -> tuple[Mapping[str, Header], int]:
         begin, finish = map(operator.index, entry["data_offsets"])
         if not 0 <= begin <= finish:
             raise ValueError(f"{name!r} lies at bytes {begin} to {finish}")
-        shape = tuple(map(operator.index, entry["shape"]))
+        shape = _as_torch_counts(entry["dtype"], tuple(map(operator.index, entry["shape"])))
         header = Header(entry["dtype"], shape, before + begin, finish - begin)
         _check_size(name, header)
         headers.append((name, header))
         end = max(end, before + finish)
     headers.sort(key=_place)
     return dict(headers), end
+
+
+def _as_torch_counts(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    each = _PACKED.get(dtype)
+    if each is None:
+        return shape
+    if not shape or shape[-1] % each:
+        raise ValueError(f"shape {shape} of {dtype} has no whole bytes in its last dimension")
+    return (*shape[:-1], shape[-1] // each)
 
 
 def _place(pair: tuple[str, Header]) -> Any:

@@ -51,6 +51,9 @@ _TYPES = {
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
     "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F4": "float4_e2m1fn_x2",
 }
 """The names of types in safetensors files (https://huggingface.co/docs/safetensors), and torch's."""
 _DTYPES = {name: getattr(torch, ours) for name, ours in _TYPES.items() if hasattr(torch, ours)}
@@ -304,15 +307,28 @@ def _check_stamp(handle: int, file: File) -> None:
 def _by_library(name: str, header: Header, file: File) -> torch.Tensor:
     """Read a tensor of a type that only the safetensors library knows."""
     try:
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
     except ImportError as error:
         raise UnsupportedError(
             f"{name!r} in {file.path.name!r} is of type {header.dtype}, which takes the package "
             f"safetensors to read.",
             name=name,
         ) from error
-    with safe_open(file.path, framework="pt") as opened_file:
-        found: torch.Tensor = opened_file.get_tensor(name)
+    with opened(file):
+        try:
+            with safe_open(file.path, framework="pt") as library:
+                found: torch.Tensor = library.get_tensor(name).clone()  # of what it has mapped
+            now = stamp_of(file.path.stat())  # what it has opened may be another file by then
+        except OSError as error:
+            raise _broken(file, f"{name!r} cannot be read ({error})") from error
+        except SafetensorError as error:
+            raise UnsupportedError(
+                f"{name!r} in {file.path.name!r} is of type {header.dtype}, which neither torch "
+                f"knows nor the package safetensors ({error}).",
+                name=name,
+            ) from error
+        if now != file.stamp:
+            raise _broken(file, "it has changed since its header was read")
     return found
 
 

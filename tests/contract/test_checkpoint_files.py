@@ -6,6 +6,7 @@ nevertheless.
 """
 
 import errno
+import json
 import os
 import random
 import struct
@@ -239,6 +240,34 @@ def test_what_is_not_needed_is_not_read(tmp_path, places):
     assert [name for name, _, _ in places] == ["weight"]
     assert session.receipt.unexpected.first == ["vision.weight"]
     assert session.receipt.skipped.first == ["of another rank"]
+
+
+@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="torch has no such type")
+@pytest.mark.parametrize("plans", [True, False])
+def test_elements_that_share_a_byte_are_loaded_again_and_again(plans, tmp_path, places):
+    """The file counts the elements, and torch the bytes."""
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            room = torch.zeros(2, 4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+            self.weight = torch.nn.Parameter(room, requires_grad=False)
+
+        def load_weights(self, weights):
+            for _, tensor in weights:
+                self.weight.data.copy_(tensor)
+
+    model = Model()
+    head = json.dumps({"weight": {"dtype": "F4", "shape": [2, 8], "data_offsets": [0, 8]}}).encode()
+    for start in range(3):
+        places.clear()
+        file, data = tmp_path / f"{start}.safetensors", bytes(range(start, start + 8))
+        file.write_bytes(struct.pack("<Q", len(head)) + head + data)
+        with WeightLoadSession(model, plans=plans) as session:
+            session.check(Checkpoint(file).forms, complete=True)
+            session.load(Checkpoint(file))
+        assert model.weight.view(torch.uint8).view(-1).tolist() == list(data)
+    assert not plans or places == [("weight", model.weight.data_ptr(), 8)]
 
 
 def test_other_types_are_cast_the_long_way(tmp_path):

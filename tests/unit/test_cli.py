@@ -27,6 +27,15 @@ def test_a_whole_checkpoint_is_counted(tmp_path):
     assert result.output == "1 files, 1 tensors, 2 x BF16: whole.\n"
 
 
+def test_elements_that_share_a_byte_are_counted_apart(tmp_path):
+    """As the file does, and not as torch does."""
+    header = b'{"w":{"dtype":"F4","shape":[2,4],"data_offsets":[0,4]}}'
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 4)
+    result = CliRunner().invoke(main, ["check", str(tmp_path)])
+    assert result.output == "1 files, 1 tensors, 8 x F4: whole.\n"
+
+
 @pytest.mark.parametrize("cut", [1, 4, 30, 58])
 def test_a_file_that_was_cut_short_is_named(tmp_path, cut):
     """Whatever is missing at the end of a file, the command fails and names the file."""

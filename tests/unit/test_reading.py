@@ -10,10 +10,11 @@ import struct
 import pytest
 import torch
 
-from weightload import Checkpoint, CheckpointFileError, DuplicateWeightError
+from weightload import Checkpoint, CheckpointFileError, DuplicateWeightError, UnsupportedError
 from weightload.bounce import Bounce
 from weightload.reading import opened
 
+safetensors = pytest.importorskip("safetensors")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
 STATE = {
@@ -27,6 +28,18 @@ STATE = {
     "complex": torch.tensor([1 + 2j, 3 - 4j]),
     "eight": torch.linspace(-2, 2, 5).to(torch.float8_e4m3fn),
     "byte": torch.arange(7, dtype=torch.uint8),
+}
+
+
+RARE = {  # what this torch has of them
+    kind: getattr(torch, name)
+    for kind, name in (
+        ("F8_E8M0", "float8_e8m0fnu"),
+        ("F8_E4M3FNUZ", "float8_e4m3fnuz"),
+        ("F8_E5M2FNUZ", "float8_e5m2fnuz"),
+        ("F4", "float4_e2m1fn_x2"),
+    )
+    if hasattr(torch, name)
 }
 
 
@@ -63,6 +76,49 @@ def test_a_type_that_torch_has_no_name_for_is_read_by_the_library(tmp_path, monk
     monkeypatch.setattr(reading, "_DTYPES", {})
     assert Checkpoint(file)["weight"].tolist() == [1.0, 2.0]
     assert Checkpoint(file).forms["weight"] == (2,)
+
+
+@pytest.mark.parametrize("kind", RARE)
+def test_rare_types_are_what_the_safetensors_library_makes_of_them(kind, tmp_path):
+    """Elements of four bits share a byte; the file counts them apart, and torch together."""
+    sizes = [2, 4] if kind == "F4" else [2, 2]
+    table = {"weight": {"dtype": kind, "shape": sizes, "data_offsets": [0, 4]}}
+    file = handmade(tmp_path / "one.safetensors", table, bytes([1, 2, 3, 4]))
+    with safetensors.safe_open(file, framework="pt") as library:
+        theirs = library.get_tensor("weight")
+    ours = Checkpoint(file)["weight"]
+    assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape) == (RARE[kind], (2, 2))
+    assert ours.view(torch.uint8).tolist() == theirs.view(torch.uint8).tolist() == [[1, 2], [3, 4]]
+    assert Checkpoint(file).forms["weight"] == ((2, 2), RARE[kind])
+
+
+def test_a_type_that_nobody_knows_is_named(tmp_path):
+    table = {"weight": {"dtype": "F3_E1M1", "shape": [8], "data_offsets": [0, 3]}}
+    file = handmade(tmp_path / "one.safetensors", table, bytes(3))
+    with pytest.raises(UnsupportedError, match=r"'weight' in .* is of type F3_E1M1"):
+        Checkpoint(file)["weight"]
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_what_the_library_reads_is_of_the_file_whose_header_was_read(when, tmp_path, monkeypatch):
+    from weightload import reading
+
+    file, new = tmp_path / "one.safetensors", tmp_path / "new"
+    for path, value in ((file, 1.0), (new, 2.0)):
+        safetensors_torch.save_file({"weight": torch.tensor([value])}, path)
+    monkeypatch.setattr(reading, "_DTYPES", {})
+    checkpoint, real = Checkpoint(file), safetensors.safe_open
+
+    def replaced(*args, **options):
+        new.replace(file)
+        return real(*args, **options)
+
+    if when == "before":
+        new.replace(file)
+    else:
+        monkeypatch.setattr(safetensors, "safe_open", replaced)
+    with pytest.raises(CheckpointFileError, match="changed since its header was read"):
+        checkpoint["weight"]
 
 
 def test_an_index_says_which_files_of_a_folder_count(tmp_path):
@@ -106,6 +162,9 @@ def test_several_files_make_one_checkpoint(tmp_path):
         ({"dtype": "F32", "shape": [-1, -1], "data_offsets": [0, 4]}, "takes 4"),
         ({"dtype": "F32", "shape": [1.0], "data_offsets": [0, 4]}, "no safetensors header"),
         ({"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}, "promises"),
+        ({"dtype": "F4", "shape": [2, 3], "data_offsets": [0, 3]}, "no whole bytes"),
+        ({"dtype": "F4", "shape": [], "data_offsets": [0, 1]}, "no whole bytes"),
+        ({"dtype": "F4", "shape": [2, 4], "data_offsets": [0, 8]}, "takes 4"),
     ],
 )
 def test_a_header_that_cannot_be_true_is_refused(entry, what, tmp_path):
