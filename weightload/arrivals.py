@@ -45,7 +45,6 @@ class Arrivals:
         self._alone: dict[int, Entry] = {}
         self._ready: dict[int, Unit] = {}
         self._dirties = False
-        self._trial: Intake | None = None
         self._left: set[int] = set()
         self._expected: list[tuple[Entry, Region]] = []
 
@@ -146,7 +145,7 @@ class Arrivals:
             return True
         if id(entry) in self._left:
             return False
-        intake = self._trial or self._load.intake
+        intake = self._load.trial or self._load.intake
         name = intake.name_of(source)
         if name is None and source is None and region is not None:
             # A model that collects its source first goes on with what it has copied.
@@ -154,7 +153,7 @@ class Arrivals:
         if source is not None:
             check_copy(intake, name, entry, target, source, initial=self._load.initial)
         intake.consumed(name, entry.names[0])
-        if self._trial is not None:
+        if self._load.trial is not None:
             if region is not None and entry.gaps:
                 self._keep_defaults(entry, region)
                 self._expected.append((entry, region))
@@ -178,12 +177,16 @@ class Arrivals:
             intake.verification.note(entry, region, target, source)
         self._load.counts.bytes_written += target.numel() * target.element_size()
         if region is None:
+            if entry.read:
+                raise too_late(self._load, entry.names[0])
             if first and not self.observer.shares(watched):
                 # Nobody can say which part it fills: every name that does so is needed.
                 self._need_all(entry, name)
             return True
         if first and name is None and entry.ledger.has(region):
             self._need_all(entry, None)
+        if entry.read and not (entry.ledger.has(region) and source is not None):
+            raise too_late(self._load, entry.names[0])
         other = entry.ledger.enter(region, name)
         if other is not None and first:
             entry.shared.winner[region] = name
@@ -286,7 +289,7 @@ class Arrivals:
         entry = self._by_watched.get(id(watched))
         if entry is None:
             self.guards.refuse(watched.storage, write=False)
-        if entry is None or self._trial is not None or entry.tensor.is_meta:
+        if entry is None or self._load.trial is not None or entry.tensor.is_meta:
             return
         if self._load.scribe is not None:
             self._load.scribe.computed(entry)
@@ -337,16 +340,19 @@ class Arrivals:
     def _repeated(self, unit: Unit) -> bool:
         """Whether the names came that only repeat a value, bring no element, or replace a default.
 
-        The loaders of the first two need the twins; without the last a value may have to be kept.
-        A first load does not know yet which tensors without elements will come.
+        A first load does not know which tensors without elements will come, and a later one not where
+        names belong that are new to the model, and were announced without their data.
         """
+        intake = self._load.intake
         if self._load.initial and any(entry.hollow for entry in unit.reads):
             return False
+        if any(entry.gaps for entry in unit.reads) and not intake.announced <= intake.seen.keys():
+            return False
         return all(
-            name in self._load.intake.seen
+            name in intake.seen
             for entry in unit.reads
-            for name in (*entry.shared.names, *entry.empty_parts)
-        ) and not any(map(self._load.keeps_optional, unit.reads))
+            for name in (*entry.shared.names, *entry.awaited)
+        )
 
     def take_ready(self, waiting: Collection[int] = ()) -> list[Unit]:
         """Return the units that became complete since the last call.
@@ -387,11 +393,11 @@ class Arrivals:
 
         A place that no checkpoint brought so far, and this one is going to, is waited for.
         """
-        self._trial = trial
+        self._load.trial = trial
         try:
             yield
         finally:
-            self._trial = None
+            self._load.trial = None
         for entry, region in self._expected:
             entry.gaps = without(entry.ledger.shape, entry.gaps or (), [region])
             entry.expected = True

@@ -20,6 +20,7 @@ from weightload.hosting import find_memory, use_memory
 from weightload.intake import Intake
 from weightload.layer import Hook, Unit
 from weightload.learning import Learning
+from weightload.pairs import same_bits
 from weightload.partial import select_units
 from weightload.parts import find_part, find_renewals
 from weightload.pieces import Pieces, converts_of
@@ -284,7 +285,8 @@ class Board:
                 for entry in absent
                 for reader in entry.readers
             )
-            if whole and alone and not any(e in lost for e in unit.entries):
+            settled = not any(e in lost for e in unit.entries) and not self._resets(unit, absent)
+            if whole and alone and settled:
                 self._keep(unit)
             else:
                 lost += absent
@@ -292,6 +294,24 @@ class Board:
             entry.kept = entry not in lost
         self.kept = [entry.names[0] for entry in missing if entry.kept]
         return lost
+
+    def _resets(self, unit: Unit, absent: list[Entry]) -> bool:
+        """Whether something that hooks of ``unit`` read gets another value: its default."""
+        for entry in (*unit.entries, *unit.reads):
+            if entry in absent or entry.staging is None or entry.ledger.touched:
+                continue
+            if self._load.keeps_optional(entry):
+                continue
+            if entry.packed:
+                if entry.awaited:
+                    return True  # nobody knows which value it has now
+                continue
+            module, section, name = entry.slots[0]
+            live = self._members[id(module)].live_tensor(module, section, name)
+            for twin, region, default in entry.staging.seeds:
+                if twin is entry.tensor and not same_bits(select(live, region), default):
+                    return True
+        return False
 
     def _fill_from_live(self, entry: Entry) -> None:
         """Give a twin the live values of what stayed away."""

@@ -42,6 +42,7 @@ class Entry:
         staging: the memory behind the twin; ``None`` if loaders write to the live tensor.
         watched: the observer's handle.
         closed: whether its unit was processed, so that nothing more may arrive.
+        read: whether a hook has run that reads it, so that it may not change any more.
         sources: what the last complete load filled it with: source name by region.
         kept: whether it stayed away, and keeps its value, as the scope allows.
         expected: whether some of it, which a load may leave out, was announced by this one.
@@ -58,6 +59,7 @@ class Entry:
     staging: Staging | None = None
     watched: Watched | None = None
     closed: bool = False
+    read: bool = False
     sources: dict[Region, str | None] = attrs.field(factory=dict)
     kept: bool = False
     expected: bool = False
@@ -83,14 +85,20 @@ class Entry:
         return self.required and 0 in self.ledger.shape and not self.ledger.touched
 
     @property
-    def empty_parts(self) -> list[str]:
-        """Names that filled parts without elements the last time, and have not done so now."""
-        if len(self.sources) <= self.ledger.count:
+    def awaited(self) -> list[str]:
+        """Names that may come, and of which the regions that have arrived say nothing.
+
+        The last time they brought what has a default, or no element.
+        """
+        gaps = self.gaps or ()
+        if not gaps and len(self.sources) <= self.ledger.count:
             return []
         return [
             name
             for region, name in self.sources.items()
-            if name is not None and not volume(region) and not self.ledger.has(region)
+            if name is not None
+            and not self.ledger.has(region)
+            and not (volume(region) and not any(meet(region, gap) for gap in gaps))
         ]
 
     @property
@@ -141,6 +149,7 @@ class Load:
         stale: names of live tensors that are staged and not committed, by storage key.
         stagings: the memory behind the twins, by storage key.
         scribe: records what loaders do; ``None`` if that is known.
+        trial: counts instead what loaders take that are run without any write, while they are.
         judging: whether to look which hooks do the same whatever is loaded.
         area: gives memory to what is staged.
         arriving: whether more may come; what has not arrived by the end may stay away.
@@ -161,6 +170,7 @@ class Load:
     stale: dict[int, str] = attrs.field(factory=dict)
     stagings: dict[int, Staging] = attrs.field(factory=dict)
     scribe: Scribe | None = None
+    trial: Intake | None = None
     judging: bool = False
     arriving: bool = True
     area: Area = attrs.field(factory=Area)

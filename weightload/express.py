@@ -103,6 +103,7 @@ class Express:
             entry is None
             or copy.start is None
             or entry.closed
+            or entry.read
             or entry.watched is None
             or entry.ledger.has(copy.region)
             or not tensor.is_cpu
@@ -236,7 +237,7 @@ class Express:
 
     def _takes_writes(self, entry: Entry, what: Copy | Fill) -> bool:
         """Whether a tensor may be written, and its loader is the one that it was."""
-        if entry.closed or entry.watched is None:
+        if entry.closed or entry.read or entry.watched is None:
             return False
         checked = self._checked.get(what.place)
         if checked is None:

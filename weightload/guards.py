@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from weightload.entries import Load
-from weightload.errors import DuplicateWeightError, UnsupportedError
+from weightload.errors import DuplicateWeightError, UnexpectedWeightError, UnsupportedError
 from weightload.observer import Watched, WriteObserver
 from weightload.staging import Staging
 from weightload.storage import inner_tensors, storage_key
@@ -95,9 +95,17 @@ class Guards:
             )
 
 
-def too_late(load: Load, parameter: str) -> DuplicateWeightError:
+def too_late(load: Load, parameter: str) -> DuplicateWeightError | UnexpectedWeightError:
     """Return the error about something that arrives for a tensor which is done."""
-    name = load.intake.current
+    name, manifest = (load.trial or load.intake).current, load.intake.manifest
+    if manifest is not None and name is not None and name not in manifest:
+        return UnexpectedWeightError(
+            f"{name!r} arrived after {parameter!r} was complete and processed: the load before had "
+            f"no such name, so nothing waited for it. Send it before the rest of its layer, send "
+            f"everything in one mapping, or use commit='atomic'.",
+            name=name,
+            parameter=parameter,
+        )
     return DuplicateWeightError(
         f"{name!r} arrived after {parameter!r} was complete and processed: something was sent "
         f"twice.",

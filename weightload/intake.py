@@ -58,6 +58,7 @@ class Intake:
         unclaimed: tensors that filled something in the load that made the model, and nothing now.
         dropped: names that came, and that the scope allows to drop.
         optional: names that have come before, and that a load may leave out all the same.
+        announced: names that are new to the model and will come, of which nobody knows the places.
         verification: what is compared at the end, if that was asked for.
         scribe: is told what the loaders get, if what they do is recorded.
     """
@@ -79,6 +80,7 @@ class Intake:
     unclaimed: dict[str, torch.Tensor] = attrs.field(factory=dict)
     dropped: set[str] = attrs.field(factory=set)
     optional: set[str] = attrs.field(factory=set)
+    announced: set[str] = attrs.field(factory=set)
     verification: Verification | None = None
     scribe: Scribe | None = None
     _held: dict[str, torch.Tensor] = attrs.field(factory=dict)

@@ -97,6 +97,8 @@ def check_set(
             unknown.append((name, value))
         elif getter is not None:
             unknown.append((name, getter(name)))
+        else:
+            intake.announced.add(name)
     _rehearse(board, model, intake, unknown)
     absent = [
         name

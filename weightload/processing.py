@@ -97,6 +97,8 @@ class Processing:
                     self._keep_twins(unit)
                     self.progress.module = hook.name
                     self.board.learning.run_hook(unit, hook)
+                    for entry in hook.reads:
+                        entry.read = True
             self.progress.module = None
             if self.stream and unit.staged and all(hook.done for hook in unit.hooks):
                 self.board.plan(unit)

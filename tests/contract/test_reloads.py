@@ -6,7 +6,14 @@ from collections import Counter
 import pytest
 import torch
 
-from weightload import WeightLoadSession, weights_version
+from weightload import (
+    IncompleteLoadError,
+    Scope,
+    UnexpectedWeightError,
+    WeightLoadSession,
+    poison_of,
+    weights_version,
+)
 from weightload.testing import TOYS, Bench, Kept, LoadingModel, fresh, identical
 from weightload.testing.layers import WIDTH, RepackedLinear, parameter
 
@@ -179,3 +186,81 @@ def test_a_captured_graph_computes_with_the_new_weights(toy, commit):
     assert held.keys() == want.keys()
     for name, tensor in held.items():
         assert identical(tensor, want[name]), name
+
+
+def optional(bench, seed, *names):
+    """Return a checkpoint of the kept scales, which brings those of some layers."""
+    scales = {f"layers.{name}.scale": torch.full((1,), seed + 0.5) for name in names}
+    return {**bench.state(seed), **scales}
+
+
+@pytest.mark.parametrize("plans", [False, True])
+@pytest.mark.parametrize("commit", COMMITS)
+def test_a_stream_waits_for_a_tensor_that_may_stay_away_once_it_has_come(plans, commit):
+    """A hook reads it: one that came after the hook had run would count for nothing."""
+    bench = Bench(TOYS["kept scale"])
+    bench.reload(optional(bench, 2, 0, 2), plans=plans)
+    for seed, names in ((3, (0, 2)), (4, (0,)), (5, ()), (6, (0, 2)), (7, (2,)), (8, (0, 2))):
+        state = optional(bench, seed, *names)
+        with bench.session(commit=commit, plans=plans) as session:
+            for pair in sorted(state.items(), reverse=True):  # weights before scales
+                session.load([pair])
+        bench.serves = state
+        bench.check_finished(session)
+
+
+@pytest.mark.parametrize("plans", [False, True])
+@pytest.mark.parametrize("verify", [None, "full"])
+def test_a_tensor_that_is_new_to_a_model_is_refused_after_the_hook_that_reads_it(plans, verify):
+    bench = Bench(TOYS["kept scale"])
+    for seed in (2, 3):
+        bench.reload(bench.state(seed), plans=plans)
+    state = optional(bench, 4, 0)
+    session = bench.open(plans=plans, verify=verify)
+    with pytest.raises(UnexpectedWeightError, match=r"'layers.0.scale' arrived after"):
+        session.load(iter(sorted(state.items(), reverse=True)))
+    assert poison_of(bench.model) is not None
+    bench.reload(state, plans=plans)  # a mapping is looked through before
+
+
+@pytest.mark.parametrize("plans", [False, True])
+def test_a_stream_waits_for_a_new_tensor_that_was_announced(plans):
+    """A bucket names what comes in it; of names that are new to the model only that is known."""
+    bench = Bench(TOYS["kept scale"])
+    for seed in (2, 3):
+        bench.reload(bench.state(seed), plans=plans)
+    state = optional(bench, 4, 0, 2)
+    with bench.session(plans=plans) as session:
+        session.check({name: tuple(one.shape) for name, one in state.items()}, complete=True)
+        for pair in sorted(state.items(), reverse=True):
+            session.load([pair])
+    bench.serves = state
+    bench.check_finished(session)
+
+
+@pytest.mark.parametrize("plans", [False, True])
+def test_a_plain_buffer_that_may_stay_away_may_come_last(plans):
+    bench = Bench(TOYS["buffers"])
+    for seed in (2, 3, 4, 5):
+        state = {**bench.state(seed), "layers.0.temperature": torch.full((), seed + 0.5)}
+        order = list(state) if seed > 2 else ["layers.0.temperature", *bench.state(seed)]
+        with bench.session(plans=plans) as session:
+            for name in order:
+                session.load([(name, state[name])])
+        bench.serves = state
+        bench.check_finished(session)
+
+
+def test_what_a_hook_reads_is_not_reset_while_the_rest_of_its_layer_keeps_its_value():
+    """The weight was packed with the scale that came; its checkpoint format is gone."""
+    bench = Bench(TOYS["kept scale"])
+    bench.reload(optional(bench, 2, 0))
+    rest = {name: one for name, one in bench.state(3).items() if name != "layers.0.weight"}
+    session = bench.open(scope=Scope.full(allow_missing=["layers.0.weight"]), commit="atomic")
+    session.load(rest)
+    with pytest.raises(IncompleteLoadError, match=r"layers\.0\.weight"):
+        session.finish()
+    with bench.session(scope=Scope.full(allow_missing=["layers.0.*"])) as session:
+        session.load(rest)
+    bench.serves = {**rest, **{k: v for k, v in optional(bench, 2, 0).items() if "layers.0" in k}}
+    bench.check_finished(session)

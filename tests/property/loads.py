@@ -151,7 +151,7 @@ def together(old, new):
 
 
 @st.composite
-def loads(draw, factory, served, known, first, tried, poisoned, *, last=False):
+def loads(draw, factory, served, known, first, ever, tried, poisoned, *, last=False):
     """Return a random load.
 
     Args:
@@ -159,6 +159,7 @@ def loads(draw, factory, served, known, first, tried, poisoned, *, last=False):
         served: what the last finished load left the model with; ``None`` before the first.
         known: the names by which the last finished loads brought that.
         first: the names that the first finished load brought, ``None`` before it.
+        ever: the names that a finished load of everything has brought.
         tried: the names that first loads brought which failed.
         poisoned: whether the model is poisoned.
         last: whether it is to be complete and right, so that nothing excuses a refusal.
@@ -201,7 +202,8 @@ def loads(draw, factory, served, known, first, tried, poisoned, *, last=False):
         names = [name for name in names if name not in part]
         state = {name: state[name] for name in names}
         becomes = together(kept, state)
-        if scope == "stays away at random" or poisoned:
+        resets = served is not None and any(is_optional(n) and n not in state for n in served)
+        if scope == "stays away at random" or poisoned or resets:
             excuses.add(IncompleteLoadError)
     elif scope == "unexpected":
         promised = Scope.full(allow_unexpected=["*.unexpected"])
@@ -210,8 +212,8 @@ def loads(draw, factory, served, known, first, tried, poisoned, *, last=False):
         brings = {name for name in state if is_optional(name)}
         if brought - brings:
             excuses.add(IncompleteLoadError)
-        if brings - brought:
-            # Nobody waits for them while a stream is read.
+        if brings - ever:
+            # Nobody waits, while a stream is read, for what has never come.
             late |= {DuplicateWeightError, UnexpectedWeightError}
             if isinstance(model, CollectingModel):
                 late.add(WeightMismatchError)  # nobody knows whose place is gone

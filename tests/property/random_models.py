@@ -57,6 +57,7 @@ class Subject(Bench):
 
     Attributes:
         first: the names that the first finished load brought, ``None`` before it.
+        ever: the names that a finished load of everything has brought.
         tried: the names that first loads brought which failed.
         served: what the last finished load left the model with, whatever happened since.
         known: the names by which the last finished loads brought that.
@@ -64,6 +65,7 @@ class Subject(Bench):
     """
 
     first: set | None = None
+    ever: set = attrs.field(factory=set)
     tried: set = attrs.field(factory=set)
     served: dict | None = None
     known: set = attrs.field(factory=set)
@@ -92,6 +94,8 @@ class Subject(Bench):
         part = load.scope.startswith(("only", "stays away"))
         replaced = set(TIED) if set(TIED) & load.sends.keys() else set()
         self.known = load.sends.keys() | (self.known - replaced if part else set())
+        if not load.scope.startswith("only"):
+            self.ever |= load.sends.keys()
         if self.first is None:
             self.first = set(load.sends)
             self.kept = Kept.of(self.model)
@@ -149,6 +153,7 @@ def _run(draw, coverage):
             subject.served,
             subject.known,
             subject.first,
+            subject.ever,
             subject.tried,
             subject.poisoned,
         )

@@ -81,7 +81,7 @@ def both_ways_come_to_the_same(data):
     )  # so many loads are right before faults come
     count = data.draw(st.integers(2, 4))
     for number in range(count + 1):
-        state = (recipe, one.served, one.known, one.first, one.tried, one.poisoned)
+        state = (recipe, one.served, one.known, one.first, one.ever, one.tried, one.poisoned)
         load = data.draw(loads(*state, last=number in (*range(recorded), count)))
         assume(load.fault != "loader writes outside")  # a plan does not ask the loader
         outcomes = {}

@@ -30,6 +30,7 @@ KINDS = {
     "padded": loading.PaddedLinear,
     "padded, not packed": partial(loading.PaddedLinear, packed=False),
     "default scale": layers.DefaultScaleLinear,
+    "kept scale": layers.KeptScaleLinear,
     "attention": sharing.LatentAttention,
     "kernel": layers.KernelLinear,
     "rebuilt kernel": kernels.RebuiltKernelLinear,
@@ -160,7 +161,7 @@ def optional_shapes(model):
     """Return name and shape of what a checkpoint may bring or leave to its default."""
     shapes = {}
     for prefix, module in model.named_modules():
-        if isinstance(module, layers.DefaultScaleLinear):
+        if isinstance(module, layers.DefaultScaleLinear | layers.KeptScaleLinear):
             shapes[f"{prefix}.scale"] = (1,)
         if isinstance(module, layers.BufferedLayer):
             shapes[f"{prefix}.temperature"] = ()

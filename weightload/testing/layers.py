@@ -23,6 +23,7 @@ __all__ = [
     "FilledScaleLinear",
     "FloatBiasLinear",
     "InPlaceLinear",
+    "KeptScaleLinear",
     "KernelLinear",
     "Linear",
     "RepackMethod",
@@ -179,6 +180,23 @@ class DefaultScaleLinear(nn.Module):
         """Apply the layer."""
         factor = 1.0 if self.factor is None else self.factor
         return functional.linear(x, self.weight) * factor
+
+
+class KeptScaleLinear(nn.Module):
+    """A scale that checkpoints may leave out; its hook multiplies the weight with it, and leaves it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = parameter(WIDTH, WIDTH)
+        self.scale = parameter(1, fill=2.0)
+
+    def process_weights_after_loading(self) -> None:
+        """Bring the scale into the weight, which a second time would scale twice."""
+        self.weight.data.copy_(self.weight.detach().t() * self.scale.detach())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the layer."""
+        return x @ self.weight - self.scale
 
 
 class SlottedConfig:

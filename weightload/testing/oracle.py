@@ -36,6 +36,7 @@ _ROLES: dict[type, Role] = {
     sharing.PackedHead: Role.QUANT,
     loading.PaddedLinear: Role.QUANT,
     layers.DefaultScaleLinear: Role.QUANT,
+    layers.KeptScaleLinear: Role.QUANT,
     layers.KernelLinear: Role.QUANT,
     layers.FloatBiasLinear: Role.QUANT,
     loading.InterleavedLinear: Role.QUANT,
