@@ -68,8 +68,10 @@ def explain(target: str, vllm: bool) -> None:
 
 def _registry(vllm: bool) -> ModuleRegistry:
     if vllm:
-        from weightload.vllm.framework import attention_rules, vllm_registry
-
+        try:
+            from weightload.vllm.framework import attention_rules, vllm_registry
+        except ImportError as error:
+            raise click.UsageError(f"--vllm takes vLLM, which is not here ({error}).") from error
         registry = vllm_registry.copy()
         attention_rules(registry, process=lambda module: None)
         return registry

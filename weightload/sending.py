@@ -7,8 +7,8 @@ workers of a machine read; it is written once, however many they are.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Generator, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from weightload.wire import ALIGNMENT
 
 __all__ = ["Sent", "Weights", "is_folder", "operations"]
 
-Weights = str | Path | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+Weights = str | os.PathLike[str] | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 Operation = tuple[str, dict[str, Any]]
 
 BUCKET_BYTES = 64 << 20
@@ -32,7 +32,7 @@ BUCKET_BYTES = 64 << 20
 
 def is_folder(weights: Any) -> bool:
     """Whether workers read the weights from files; ``None`` is the engine's own folder."""
-    return weights is None or isinstance(weights, str | Path | Checkpoint)
+    return weights is None or isinstance(weights, str | os.PathLike | Checkpoint)
 
 
 class Sent:
@@ -92,8 +92,8 @@ def operations(
         UsageError: a tensor cannot be sent; one of a mapping, before anything is sent.
         WeightMismatchError: see ``check_finite``; or a source yields something that is no pair.
     """
-    if weights is None or isinstance(weights, str | Path):
-        yield "load_path", {"path": None if weights is None else str(weights)}
+    if weights is None or isinstance(weights, str | os.PathLike):
+        yield "load_path", {"path": None if weights is None else os.fspath(weights)}
         return
     if isinstance(weights, Checkpoint):
         yield "load_files", {"files": [str(file) for file in weights.files]}

@@ -18,7 +18,7 @@ from weightload import Checkpoint, TransportError, UsageError, WeightMismatchErr
 from weightload.arena import Arena
 from weightload.digest import digest
 from weightload.packing import BucketWriter, forms_of
-from weightload.sending import Sent, operations
+from weightload.sending import Sent, is_folder, operations
 from weightload.unpacking import BucketReader
 
 CAPACITY = 256
@@ -344,6 +344,16 @@ def test_what_is_no_pair_is_called_so(pair):
         list(BucketWriter(memory).fill([pair]))
     with pytest.raises(WeightMismatchError, match=r"yields \(name, tensor\) pairs"):
         list(operations([pair]))
+
+
+def test_a_folder_is_named_whatever_kind_of_path_it_is_given_as(tmp_path):
+    class Elsewhere:
+        def __fspath__(self):
+            return str(tmp_path)
+
+    for folder in (str(tmp_path), tmp_path, Elsewhere()):
+        assert is_folder(folder)
+        assert list(operations(folder)) == [("load_path", {"path": str(tmp_path)})]
 
 
 def test_the_size_of_a_checkpoint_is_told_without_a_look_at_its_tensors(tmp_path, monkeypatch):

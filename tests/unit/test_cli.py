@@ -2,6 +2,7 @@
 
 import json
 import struct
+import sys
 
 import pytest
 
@@ -121,3 +122,11 @@ def test_a_module_that_cannot_be_imported_is_refused(line, tmp_path, monkeypatch
     result = CliRunner().invoke(main, ["explain", "weightload_broken:Class"])
     assert result.exit_code == 2
     assert ("ZeroDivisionError" if "/" in line else "SystemExit") in result.output
+
+
+def test_rules_for_vllm_where_there_is_none_are_refused(monkeypatch):
+    """The message says what is missing."""
+    monkeypatch.setitem(sys.modules, "weightload.vllm.framework", None)
+    result = CliRunner().invoke(main, ["explain", "--vllm", "torch.nn:Linear"])
+    assert result.exit_code == 2
+    assert "--vllm takes vLLM" in result.output
