@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import attrs
-import torch
 
 from weightload.entries import Entry, Load, missing_part
 from weightload.errors import (
@@ -15,6 +14,7 @@ from weightload.errors import (
     name_some,
 )
 from weightload.layer import Hook, Unit
+from weightload.pairs import same_values
 from weightload.record import make_record
 from weightload.registry import Role
 
@@ -115,7 +115,7 @@ class Completeness:
             if (
                 live is not None
                 and live.numel() == tensor.numel()
-                and torch.equal(live.detach().flatten(), tensor.to(live).flatten())
+                and same_values(live.detach().flatten(), tensor.to(live).flatten())
             ):
                 continue
             raise WeightMismatchError(

@@ -25,8 +25,10 @@ def digest(tensor: torch.Tensor) -> int:
     digest: it finds accidents, not attacks.
 
     Args:
-        tensor: any strided tensor; one that is not contiguous is copied.
+        tensor: any strided tensor, or one of mkldnn; one that is not contiguous is copied.
     """
+    if tensor.is_mkldnn:  # it is laid out as the machine likes it
+        tensor = tensor.to_dense()
     # One element counts as contiguous, whatever its stride, and then is no view of bytes.
     flat = (
         tensor.detach()

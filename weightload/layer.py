@@ -19,6 +19,7 @@ from weightload.commit import CommitCount, CommitPlan, plan_commit
 from weightload.derived import Reconciliation
 from weightload.entries import Entry, join
 from weightload.errors import ProcessingError, StorageChangedError, name_some
+from weightload.pairs import same_bits
 from weightload.pieces import Pieces, Trial
 from weightload.record import (
     MISSING,
@@ -373,7 +374,7 @@ class Unit:
     def _judge_values(self, plan: CommitPlan) -> None:
         """Compare the new values with those that they are about to be copied over."""
         copies = [(live, new) for _, live, new in plan.named_copies()]
-        other = [(live, new) for live, new in copies if not torch.equal(live, new)]
+        other = [(live, new) for live, new in copies if not same_bits(live, new)]
         self.settled = not other and not plan.moves
         self._judge_memory()
         [hook] = self.hooks if len(self.hooks) == 1 else [None]

@@ -11,10 +11,11 @@ import torch
 
 from weightload.storage import describe_change, extent_of, inner_tensors, storage_key
 
-__all__ = ["Pairs", "same_bits"]
+__all__ = ["Pairs", "same_bits", "same_values"]
 
 Tensor = torch.Tensor
 _ALIGNMENT = 64
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -158,15 +159,57 @@ class Pairs:
 
 
 def same_bits(one: Tensor, two: Tensor) -> bool:
-    """Whether two tensors of one shape and type hold the same bits."""
-    return torch.equal(_bytes(one), _bytes(two))
+    """Whether two tensors of one device are of one shape and type and hold the same bits.
+
+    Those of layouts whose memory nobody may look into, and those without memory, count as others.
+    """
+    if one.shape != two.shape or one.dtype != two.dtype:
+        return False
+    parts, others = inner_tensors(one), inner_tensors(two)
+    if parts or others:
+        return parts.keys() == others.keys() and all(
+            same_bits(part, others[name]) for name, part in parts.items()
+        )
+    if not _readable(one) or not _readable(two):
+        return False
+    # Tensors that are only laid out alike, as a transposed weight and its new value, stay as is.
+    order = sorted(range(one.dim()), key=one.stride, reverse=True)
+    bits = [_bytes(tensor.detach().permute(order)) for tensor in (one, two)]
+    width = next(word for word in _WORDS if all(_holds(octets, word) for octets in bits))
+    return torch.equal(bits[0].view(width), bits[1].view(width))
+
+
+def same_values(one: Tensor, two: Tensor) -> bool:
+    """Whether two tensors hold the same bits, or equal numbers: 0 and -0 are."""
+    if same_bits(one, two):
+        return True
+    try:
+        return torch.equal(one, two)
+    except RuntimeError:  # there is no comparison of such numbers, or in such a layout
+        return False
+
+
+def _readable(tensor: Tensor) -> bool:
+    """Whether a tensor without inner ones has memory that may be looked into."""
+    if tensor.is_meta or tensor.is_quantized:  # a view of one with a scale ends the process
+        return False
+    return tensor.layout is torch.strided and storage_key(tensor) is not None
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    if tensor.element_size() == 1:  # not every type of one byte can be copied on every device
-        tensor = tensor.view(torch.uint8)
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    """Return the bytes of a tensor, one after the other."""
+    tensor = tensor.resolve_conj().resolve_neg()
+    # Not every type can be copied on every device; integers can.
+    alike = next((word for word in _WORDS if word.itemsize == tensor.element_size()), tensor.dtype)
+    tensor = tensor.view(alike)
+    # One element counts as contiguous, whatever its stride, and then is no view of bytes.
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def _holds(octets: Tensor, word: torch.dtype) -> bool:
+    """Whether bytes can be looked at in words, which is quicker and takes less room."""
+    places = (octets.numel(), octets.storage_offset(), octets.data_ptr())
+    return not any(place % word.itemsize for place in places)
 
 
 def _meet(one: _Pair, two: _Pair) -> bool:

@@ -11,6 +11,8 @@ import attrs
 import torch
 from torch import nn
 
+from weightload.pairs import same_bits
+
 __all__ = ["Settings"]
 
 _NUMBERS = frozenset((int, float, bool, str, bytes, type(None), torch.dtype))
@@ -42,7 +44,7 @@ class _Integers:
         tensor: Any = (mine["_buffers"] if self.buffer else mine).get(self.key)
         if not _is_integers(tensor) or tensor.dtype is not self.value.dtype:
             return False
-        return tensor.device == self.value.device and torch.equal(tensor.detach(), self.value)
+        return tensor.device == self.value.device and same_bits(tensor, self.value)
 
 
 @attrs.define(eq=False, repr=False)

@@ -2,8 +2,18 @@
 
 import pytest
 import torch
+from torch import nn
 
-from weightload import SessionState, WeightLoadSession, WeightMismatchError
+from weightload import (
+    Framework,
+    ModuleRegistry,
+    ModuleRule,
+    Role,
+    SessionState,
+    WeightLoadSession,
+    WeightMismatchError,
+)
+from weightload.settings import Settings
 from weightload.testing import TOYS, Bench, LoadingModel, layers
 from weightload.testing.oracle import check_equal, expected, identical, outputs
 
@@ -151,3 +161,138 @@ def test_a_check_of_shapes_and_types_needs_no_data(bench):
     with pytest.raises(WeightMismatchError, match=r"int32"):
         session.check({**forms, NAME: (forms[NAME][0], torch.int32)}, complete=True)
     assert session.state is SessionState.ABORTED
+
+
+# ------------------------------------------------------------------------------ uncommon types
+
+
+class Turned(nn.Module):
+    """Its hook turns the weight, and keeps a row of it."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        octets = torch.zeros(4, 4, dtype=torch.uint8)
+        self.weight = nn.Parameter(octets.view(dtype), requires_grad=False)
+
+    def process_weights_after_loading(self):
+        turned = self.weight.view(torch.uint8).t().contiguous().view(self.weight.dtype)
+        self.weight = nn.Parameter(turned, requires_grad=False)
+        self.first = turned[0].clone()
+
+
+class Opaque(nn.Module):
+    """Its hook lays the weight out as the machine likes it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, 4), requires_grad=False)
+
+    def process_weights_after_loading(self):
+        self.packed = self.weight.detach().to_mkldnn()
+
+
+def with_hooks(*classes):
+    registry = ModuleRegistry()
+    for cls in classes:
+        process = cls.process_weights_after_loading
+        registry.register(cls, ModuleRule(role=Role.QUANT, process=process))
+    return Framework(registry)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("plans", [True, False])
+@pytest.mark.parametrize("commit", ["stream", "atomic"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float4_e2m1fn_x2, torch.complex32, torch.bits8, torch.bits16], ids=str
+)
+def test_types_that_torch_does_not_compare_are_loaded_as_others_are(dtype, commit, plans):
+    model = nn.Sequential(Turned(dtype))
+    options = {"framework": with_hooks(Turned)}
+    for number in (1, 2, 2, 3):
+        octets = torch.arange(16, dtype=torch.uint8).view(4, 4) * number
+        with WeightLoadSession(model, plans=plans, verify="full", **options) as session:
+            session.load({"0.weight": octets.view(dtype)})
+        assert torch.equal(model[0].weight.view(torch.uint8), octets.t())
+        assert torch.equal(model[0].first.view(torch.uint8), octets.t()[0].contiguous())
+        options = {"commit": commit}
+
+
+@pytest.mark.parametrize("verify", [None, "sampled", "full"])
+@pytest.mark.parametrize("commit", ["stream", "atomic"])
+def test_a_layout_that_torch_does_not_compare_is_loaded_as_others_are(commit, verify):
+    model = nn.Sequential(Opaque())
+    options = {"framework": with_hooks(Opaque)}
+    for number in (1, 2, 2, 3):
+        with WeightLoadSession(model, verify=verify, **options) as session:
+            session.load({"0.weight": torch.full((4, 4), float(number))})
+        assert torch.equal(model[0].packed.to_dense(), model[0].weight)
+        assert model[0].weight[0, 0] == number
+        options = {"commit": commit}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("layout", [torch.strided, torch.sparse_coo, torch.sparse_csr])
+def test_settings_of_every_layout_are_compared(layout):
+    """A map of experts, for example, decides where loaders put what comes."""
+    module = nn.Module()
+    table = torch.eye(3, dtype=torch.int64)
+    module.table = table if layout is torch.strided else table.to_sparse(layout=layout)
+    settings = Settings.of([vars(module)], [set()])
+    assert settings.hold([vars(module)])
+    module.table *= 2
+    assert not settings.hold([vars(module)])
+
+
+class Tying(nn.Module):
+    """Its loaders tie two weights once both have come, and then ignore the second name."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        for name in ("one", "two"):
+            made = nn.Parameter(torch.zeros(4, dtype=torch.uint8).view(dtype), requires_grad=False)
+            setattr(self, name, made)
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            if name == "one" or self.two is not self.one:
+                getattr(self, name).data.copy_(tensor)
+
+
+NAN, ZERO, ONE = float("nan"), 0.0, 1.0
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("commit", ["stream", "atomic"])
+@pytest.mark.parametrize(
+    ("one", "two", "fits"),
+    [
+        (torch.tensor([ONE]), torch.tensor([ONE]), True),
+        (torch.tensor([NAN]), torch.tensor([NAN]), True),
+        (torch.tensor([ZERO]), torch.tensor([-ZERO]), True),
+        (torch.tensor([ZERO]), torch.tensor([ONE]), False),
+        (torch.tensor([ZERO]), torch.tensor([NAN]), False),
+        *(
+            (
+                torch.zeros(4).byte().view(dtype),
+                torch.full((4,), octet).byte().view(dtype),
+                not octet,
+            )
+            for dtype in (torch.float4_e2m1fn_x2, torch.complex32, torch.bits8)
+            for octet in (0, 1)
+        ),
+    ],
+)
+def test_values_of_names_that_were_tied_are_still_those_of_each_other(one, two, fits, commit):
+    """Zeros of both signs would be tied again; NaN of the same bits computes the same."""
+    model = Tying(one.dtype)
+    with WeightLoadSession(model) as session:
+        session.load({"one": one, "two": one})
+    model.two = model.one
+    session = WeightLoadSession(model, commit=commit)
+    session.prepare()
+    session.load({"one": one, "two": two})
+    if fits:
+        session.finish()
+        return
+    with pytest.raises(WeightMismatchError, match=r"'two' filled 'two'"):
+        session.finish()

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from torch import nn
 
-from weightload.pairs import Pairs, same_bits
+from weightload.pairs import Pairs, same_bits, same_values
 from weightload.storage import inner_tensors
 
 
@@ -62,12 +63,79 @@ def test_equal_means_the_same_bits():
     assert added((live, torch.zeros(2)), (live, -torch.zeros(2)))[1] == [None, other("#0")]
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bool, torch.int8, torch.complex64])
+TYPES = sorted({t for t in vars(torch).values() if isinstance(t, torch.dtype)}, key=str)
+"""Every type of elements that torch has."""
+SCALED = [t for t in TYPES if str(t).startswith("torch.q")]
+
+
+@pytest.mark.parametrize("dtype", [t for t in TYPES if t not in SCALED], ids=str)
 def test_bits_are_compared_whatever_the_type(dtype):
-    one = torch.tensor([[0, 1], [0, 1]]).to(dtype)
+    """Torch itself does not compare all of them."""
+    width = 2 * max(dtype.itemsize, 8)
+    octets = torch.arange(4 * width, dtype=torch.uint8).view(4, width)
+    one, same, other = (some.view(dtype) for some in (octets, octets.clone(), octets + 1))
+    assert one.shape[1] > 1
+    for look in (
+        lambda t: t,
+        lambda t: t.t(),
+        lambda t: t[1:, 1:],  # begins where no word does
+        lambda t: t[:, ::2],
+        lambda t: t[0, 1],
+        lambda t: t[:1, ::2][:, :1],  # one element with the strides of many
+        lambda t: t[:1].expand(3, -1),
+    ):
+        assert same_bits(look(one), look(same))
+        assert not same_bits(look(one), look(other))
+    assert same_bits(one[:, :0], other[:, :0])
+    assert not same_bits(one, one[:2])
+    assert same_bits(nn.Parameter(one, requires_grad=False), same)
+
+
+@pytest.mark.parametrize("turn", [torch.conj, torch._neg_view])
+def test_bits_are_those_that_a_tensor_stands_for(turn):
+    """A conjugate, or a negative, may be a mere look at the memory of what it is made of."""
+    one = torch.randn(3, dtype=torch.complex64)
+    assert same_bits(turn(one), turn(one).clone())
+    assert not same_bits(turn(one), one)
+
+
+def test_the_memory_of_two_tensors_is_compared_where_it_is(monkeypatch):
+    """A transposed weight and its new value are not copied, only to be looked at."""
+    monkeypatch.setattr(torch.Tensor, "clone", None)
+    one = torch.zeros(4, 3, 2).permute(2, 0, 1)
+    seen = []
+    monkeypatch.setattr(torch, "equal", lambda *tensors: seen.extend(tensors))
+    same_bits(one, one)
+    assert [tensor.data_ptr() for tensor in seen] == [one.data_ptr()] * 2
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_what_cannot_be_compared_counts_as_different():
+    matrix = torch.zeros(2, 2)
+    opaque = matrix.to_mkldnn()
+    scaled = torch.quantize_per_tensor(matrix, 1.0, 0, torch.qint8)
+    for one in (opaque, scaled, matrix.to("meta")):
+        assert not same_bits(one, one)
+    for other in (opaque, matrix.to_sparse(), matrix.view(4)):
+        assert not same_bits(matrix, other)
+        assert not same_values(matrix, other)
+    assert not same_bits(matrix, matrix.double())
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_bits_of_a_sparse_tensor_are_those_of_what_it_consists_of(layout):
+    one = torch.eye(3).to_sparse(layout=layout)
     assert same_bits(one, one.clone())
-    assert same_bits(one.t(), one.t().clone())
-    assert not same_bits(one, one.t())
+    assert not same_bits(one, one * 2)
+    assert not same_bits(one, torch.eye(3).flip(0).to_sparse(layout=layout))
+
+
+def test_values_are_the_same_if_they_are_equal_or_of_the_same_bits():
+    zeros, nan = torch.zeros(2), torch.full((2,), float("nan"))
+    assert same_values(zeros, -zeros)
+    assert same_values(nan, nan.clone())
+    assert not same_values(zeros, nan)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float32])
