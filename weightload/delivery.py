@@ -12,7 +12,7 @@ import torch
 
 from weightload import preflight, replaying
 from weightload.board import Board
-from weightload.errors import UnexpectedWeightError
+from weightload.errors import UnexpectedWeightError, UnsupportedError
 from weightload.filling import Filling
 from weightload.intake import Intake
 from weightload.lanes import Lane
@@ -21,7 +21,8 @@ from weightload.processing import Processing
 from weightload.reading import Checkpoint
 from weightload.replaying import Fetch
 from weightload.reporting import LoadProgress, Reporter, size_of
-from weightload.sources import pairs_of, unless_empty
+from weightload.sources import Pair, pairs_of, unless_empty
+from weightload.storage import look_of, storage_key
 from weightload.transport import Buffers, Loans
 from weightload.ways import Ways
 
@@ -128,7 +129,7 @@ class Delivery:
             return weights
         with self.working(calls=quick.calls or not isinstance(weights, Collection)):
             if not isinstance(weights, Collection):
-                pairs = self._intake.watched(weights)
+                pairs = self._intake.watched(pairs_of(weights))
                 return quick.take_each(pairs, self.lane, lent=lent)
             if type(weights) is dict:
                 names, tensors = [*weights], [*weights.values()]
@@ -148,7 +149,9 @@ class Delivery:
             if isinstance(weights, Collection):
                 weights = self._intake.read(weights)
                 preflight.check_pairs(board, self.ways.model, self._intake, weights)
-            feed = self._feed(weights, loans, checked=isinstance(weights, list))
+                feed = self._feed(self._set_aside(weights), loans, checked=True)
+            else:
+                feed = self._feed(pairs_of(weights), loans, look=self._refuse_live)
             rest = self._for_loaders(feed)
             if rest is not None:
                 board.framework.load(self.ways.model, rest)
@@ -173,6 +176,34 @@ class Delivery:
         board = self._board()
         with self.working(), board.arrivals.observer:
             yield board
+
+    # ------------------------------------------------------------------ live memory as a source
+
+    def _set_aside(self, pairs: list[Pair]) -> list[Pair]:
+        """Copy what lies in the model's own memory, but for what would be written onto itself."""
+        return [(n, t.detach().clone() if self._is_live(n, t) else t) for n, t in pairs]
+
+    def _refuse_live(self, name: Any, tensor: Any) -> None:
+        if self._is_live(name, tensor):
+            raise UnsupportedError(
+                f"{name!r} lies in the model's own memory, which this load overwrites. Send a copy, "
+                f"or all tensors in one mapping, which is looked through before.",
+                name=name,
+            )
+
+    def _is_live(self, name: Any, tensor: Any) -> bool:
+        """Whether what is sent can change before it has been copied to its place."""
+        if not isinstance(tensor, torch.Tensor):
+            return False  # what the scope allows to drop
+        if self.ways.commit == "atomic" and not self.ways.initial:
+            return False
+        if not self._board().arrivals.observer.knows(storage_key(tensor) or 0):
+            return False
+        path, _, key = str(name).rpartition(".")
+        tables = vars(self.ways.modules.get(path, self.ways.model))
+        place = tables["_parameters"].get(key, tables["_buffers"].get(key))
+        itself = place is not None and storage_key(place) == storage_key(tensor)
+        return not (itself and look_of(place) == look_of(tensor))
 
     # ------------------------------------------------------------------ loans
 
@@ -207,6 +238,7 @@ class Delivery:
         loans: Loans,
         *,
         checked: bool = False,
+        look: Callable[[Any, Any], None] | None = None,
     ) -> Iterator[Any]:
         express = None if self._intake.lenient else self.ways.express
         return self._intake.feed(
@@ -217,6 +249,7 @@ class Delivery:
             takes=None if express is None else express.takes,
             flush=None if express is None else express.flush,
             checked=checked,
+            look=look,
         )
 
     def _between(self) -> Callable[[], None]:

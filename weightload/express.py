@@ -20,6 +20,7 @@ from weightload.ledger import meet
 from weightload.moving import LARGE, carry, move, unwatched
 from weightload.reading import Place
 from weightload.recorded import Copy, Recorded, Route, loader_of
+from weightload.transport import has_memory
 
 __all__ = ["Express"]
 
@@ -66,6 +67,7 @@ class Express:
             or not tensor.is_contiguous()
             or tensor.is_meta
             or tensor.is_neg()
+            or not has_memory(tensor)
             or (route.casts and intake.check_finite)
         ):
             return False

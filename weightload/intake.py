@@ -22,7 +22,7 @@ from weightload.scope import Scope
 from weightload.scribe import Scribe
 from weightload.sources import FILLED, Pair, pairs_of, unpack
 from weightload.storage import storage_key
-from weightload.transport import Loan, Loans
+from weightload.transport import Loan, Loans, has_memory
 from weightload.values import finite, refuse_values, wide_floats
 from weightload.verifying import Verification
 
@@ -92,21 +92,36 @@ class Intake:
         """Check one pair against what is known, before the model's loaders see it.
 
         Raises:
-            WeightMismatchError: it is no name and tensor with data, has another shape or type
-                than in the load that made the model, or holds NaN or infinity and must not.
+            WeightMismatchError: it is no name and strided tensor with data, has another shape or
+                type than in the load that made the model, or holds NaN or infinity and must not.
             UnexpectedWeightError: the scope does not name it.
             DuplicateWeightError: the name came before in this session.
         """
+        if isinstance(name, str) and self.drops(name):
+            return
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            which = f" for {name!r}" if isinstance(name, str) else ""
             raise WeightMismatchError(
                 f"A source yields (name, tensor) pairs; found "
-                f"({type(name).__name__}, {type(tensor).__name__})."
+                f"({type(name).__name__}, {type(tensor).__name__}){which}."
             )
-        if self.drops(name):
-            return
         if tensor.is_meta:
             raise WeightMismatchError(
                 f"{name!r} is on the meta device and has no data. Send real tensors.", name=name
+            )
+        if tensor.layout is not torch.strided or storage_key(tensor) is None or tensor.is_quantized:
+            raise WeightMismatchError(
+                f"{name!r} is no plain strided tensor ({type(tensor).__name__}, {tensor.layout}). "
+                f"Send plain ones: to_dense() makes one of a sparse tensor, dequantize() of a "
+                f"quantized one, full_tensor() of a DTensor.",
+                name=name,
+            )
+        if not has_memory(tensor):
+            raise WeightMismatchError(
+                f"{name!r} has no memory for its shape {tuple(tensor.shape)}: its storage has "
+                f"{tensor.untyped_storage().nbytes()} bytes. FSDP frees parameters like this; "
+                f"gather them before they are sent.",
+                name=name,
             )
         if name in self.seen and not self.lenient:
             raise DuplicateWeightError(
@@ -191,6 +206,7 @@ class Intake:
         takes: Callable[[Any, Any], bool] | None = None,
         flush: Callable[[], None] | None = None,
         checked: bool = False,
+        look: Callable[[Any, Any], None] | None = None,
     ) -> Iterator[Pair]:
         """Yield the pairs of ``weights`` to a model's loaders.
 
@@ -202,6 +218,7 @@ class Intake:
             takes: takes a tensor to its places without the loaders, if it can.
             flush: does what ``takes`` has put off.
             checked: whether :meth:`check_pair` has seen all pairs.
+            look: looks at each pair, before anything is done with it.
         """
         lane = Lane() if lane is None else lane
         flush = flush or _nothing
@@ -212,6 +229,8 @@ class Intake:
                     between()
                     continue
                 name, tensor = unpack(pair)
+                if look is not None:
+                    look(name, tensor)
                 ordered = takes is not None and isinstance(tensor, torch.Tensor)
                 if takes is not None and ordered:
                     lane.arrived(tensor)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
+from operator import add, attrgetter, ge
 from typing import Any
 
 import attrs
@@ -251,7 +252,7 @@ class Quick:
             How many were taken, the first ones; none if one of them does not fit.
         """
         bundle = self.bundle(names)
-        if bundle is not None and bundle.fits(tensors):
+        if bundle is not None and bundle.fits(tensors) and self._apart(tensors):
             portions = bundle.portions
         elif self._all_fit(names, tensors):
             portions = [Portion(0, len(names))]
@@ -285,6 +286,16 @@ class Quick:
             if self.tell is not None:
                 self.tell()
         return portion.stop
+
+    def _apart(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether contiguous tensors have memory for all that they hold, none of it the model's."""
+        storages = [*map(torch.Tensor.untyped_storage, tensors)]
+        starts = [*map(torch.UntypedStorage.data_ptr, storages)]
+        if not self.body.live.isdisjoint(starts):
+            return False
+        ends = map(add, starts, map(torch.UntypedStorage.nbytes, storages))
+        needed = map(add, map(torch.Tensor.data_ptr, tensors), map(attrgetter("nbytes"), tensors))
+        return all(map(ge, ends, needed))
 
     def _all_fit(self, names: Sequence[Any], tensors: Sequence[Any]) -> bool:
         pairs = zip(names, tensors, strict=True)
@@ -380,6 +391,7 @@ class Quick:
             or tensor.is_meta
             or tensor.is_neg()
             or name in self._intake.seen
+            or not self._apart([tensor])
         ):
             return None
         wanted = self._intake.wanted

@@ -152,6 +152,7 @@ class Body:
         modules: every module by its qualified name.
         tensors: as given.
         addresses: where the first element of each tensor is, once :meth:`hold` has noted it.
+        live: where their storages begin, likewise.
     """
 
     def __init__(
@@ -165,6 +166,7 @@ class Body:
         self.modules = dict(zip(skeleton.names, modules, strict=True))
         self.tensors = tensors
         self.addresses: list[int] = []
+        self.live: frozenset[int] = frozenset()
         self._dicts = dicts
         self._storages: list[torch.UntypedStorage] = []
         self._facts: tuple[list[Any], ...] = ()
@@ -183,6 +185,7 @@ class Body:
         # enough to compare addresses at the end, and safe to write to them.
         with torch._C.DisableTorchFunctionSubclass():
             self._storages = [*map(_Tensor.untyped_storage, self.tensors)]
+        self.live = frozenset(map(torch.UntypedStorage.data_ptr, self._storages))
         self._facts = _facts_of(self.tensors, self.skeleton.forms.shapes)
         self.addresses = self._facts[0]
 

@@ -22,14 +22,14 @@ from weightload.frames import local_values
 from weightload.holders import CAN_COUNT, find_views, is_held, uses_inside
 from weightload.storage import extent_of, storage_key
 
-__all__ = ["Buffers", "Loan", "Loans", "Transport", "buffers_of"]
+__all__ = ["Buffers", "Loan", "Loans", "Transport", "buffers_of", "has_memory"]
 
 Tensor = torch.Tensor
 Transport = Tensor | Iterable[Tensor] | None
 Buffers = list[tuple[torch.device, int, int]]
 """Device, first address and end of each buffer."""
 
-_FLOOR = ("weightload.session", "weightload.preflight")
+_FLOOR = ("weightload.delivery", "weightload.preflight")
 """The modules that call a model's loaders: no frame below holds what was lent."""
 _SEARCHES = 4
 """After so many searches of the heap in one load, tensors are copied before they are handed out."""
@@ -67,6 +67,15 @@ def buffers_of(transport: Transport) -> Buffers | None:
         start = storage.data_ptr()
         found.append((buffer.device, start, start + storage.nbytes()))
     return found
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether a strided tensor has memory for all of its elements.
+
+    One whose storage was freed has not, such as a parameter that FSDP has put away.
+    """
+    stop = extent_of(tensor)[1]
+    return not tensor.numel() or bool(0 < stop <= tensor.untyped_storage().nbytes())
 
 
 @attrs.define(eq=False, repr=False)

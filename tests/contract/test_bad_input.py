@@ -11,6 +11,7 @@ from weightload import (
     IncompleteLoadError,
     ModelPoisonedError,
     ProcessingError,
+    Scope,
     SessionState,
     StorageChangedError,
     UnclassifiedModuleError,
@@ -66,9 +67,9 @@ def source(request):
     return request.param
 
 
-def refused(bench, commit, expected, act):
+def refused(bench, commit, expected, act, **options):
     """Let ``act`` fail in a session of its own, check what is left; return error and session."""
-    session = bench.open(commit=commit)
+    session = bench.open(commit=commit, **options)
     with pytest.raises(expected) as caught:
         act(session)
     error = caught.value
@@ -224,6 +225,143 @@ def test_what_is_no_name_with_a_tensor_is_refused(commit, source, item, found):
     assert found in str(error)
     if source is as_list:
         assert session.state is SessionState.ABORTED
+
+
+def freed(tensor):
+    """Return what FSDP leaves of a parameter that it has put away."""
+    tensor = tensor.clone()
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def cut_short(tensor):
+    tensor = tensor.clone()
+    tensor.untyped_storage().resize_(tensor.nbytes - 4)
+    return tensor
+
+
+def quantised(tensor):
+    return torch.quantize_per_tensor(tensor, 0.1, 0, torch.qint8)
+
+
+class Wrapper(torch.Tensor):
+    """Keeps its data in another tensor, as a DTensor does."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made.inner = inner
+        return made
+
+    def __tensor_flatten__(self):
+        return ["inner"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise NotImplementedError(func)
+
+
+@pytest.mark.parametrize("plans", [False, True])
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (freed, "no memory"),
+        (cut_short, "no memory"),
+        (torch.Tensor.to_sparse, "to_dense"),
+        (quantised, "dequantize"),
+        (Wrapper, "full_tensor"),
+    ],
+    ids=["freed", "cut short", "sparse", "quantised", "wrapper"],
+)
+@pytest.mark.parametrize("toy", ["plain", "repacked"])
+def test_what_is_no_plain_tensor_with_memory_is_refused(toy, spoil, says, commit, source, plans):
+    """To copy it would read what is not there, or end the process."""
+    bench = Bench(TOYS[toy])
+    for seed in (3, 4):
+        bench.reload(bench.state(seed), plans=plans)
+    state = bench.state(2)
+    items = [(n, spoil(t) if n == "layers.1.weight" else t) for n, t in state.items()]
+    error, session = refused(
+        bench,
+        commit,
+        WeightMismatchError,
+        lambda session: session.load(source(items)),
+        plans=plans,
+    )
+    assert "'layers.1.weight'" in str(error)
+    assert says in str(error)
+    if source is as_list:
+        assert session.state is SessionState.ABORTED
+
+
+@pytest.mark.parametrize("plans", [False, True])
+def test_the_models_own_tensors_in_other_places_give_what_they_held(commit, plans):
+    """To rename them is how layers and experts are reordered; each is overwritten by another."""
+    bench = Bench(TOYS["fused"])
+    for seed in (2, 3):
+        bench.reload(bench.state(seed), plans=plans)
+    for seed in (4, 5):
+        live = bench.model.layers[0].weight.detach()
+        state = {**bench.state(seed), "layers.1.weight": live[:WIDTH]}
+        for at in range(3):
+            state[f"layers.0.weight/{at}"] = live[2 * WIDTH - at * WIDTH :][:WIDTH]
+        wanted = {name: tensor.clone() for name, tensor in state.items()}
+        with bench.session(commit=commit, plans=plans) as session:
+            session.load(state)
+        bench.serves = wanted
+        bench.check_finished(session)
+
+
+@pytest.mark.parametrize("plans", [False, True])
+def test_the_models_own_tensors_one_by_one_are_refused_unless_they_stay(commit, plans):
+    bench = Bench(TOYS["plain"])
+    for seed in (2, 3):
+        bench.reload(bench.state(seed), plans=plans)
+    live = bench.model.state_dict()
+    session = bench.open(commit=commit, plans=plans)
+    session.load(iter(live.items()))
+    session.finish()
+    bench.check_finished(session)
+    names, tensors = zip(*live.items(), strict=True)
+    wanted = dict(zip(names, [one.clone() for one in reversed(tensors)], strict=True))
+    session = bench.open(commit=commit, plans=plans)
+    swapped = zip(names, reversed(tensors), strict=True)
+    if commit == "atomic":
+        session.load(swapped)
+        session.finish()
+        bench.serves = wanted
+        bench.check_finished(session)
+    else:
+        with pytest.raises(UnsupportedError, match="own memory"):
+            session.load(swapped)
+        assert session.state is SessionState.ABORTED
+        bench.check_finished(bench.reload(wanted))
+
+
+def test_other_state_than_tensors_may_be_dropped_by_its_name(commit, source):
+    """``state_dict`` has what ``get_extra_state`` gives."""
+    bench = Bench(TOYS["plain"])
+    items = [*bench.state(2).items(), ("layers.0._extra_state", {"amax": 1})]
+    error, _ = refused(
+        bench, commit, WeightMismatchError, lambda session: session.load(source(items))
+    )
+    assert "layers.0._extra_state" in str(error)
+    with bench.session(commit=commit, scope=Scope.full(allow_unexpected=["*_extra_state"])) as one:
+        one.load(source(items))
+    bench.serves = bench.state(2)
+    bench.check_finished(one)
+
+
+@pytest.mark.parametrize("plans", [False, True])
+@pytest.mark.parametrize("weights", [5, torch.nn.Linear(2, 2).state_dict], ids=["number", "method"])
+def test_what_is_no_source_is_said_so(plans, weights):
+    bench = Bench(TOYS["plain"])
+    for seed in (2, 3):
+        bench.reload(bench.state(seed), plans=plans)
+    session = bench.open(plans=plans)
+    with pytest.raises(UsageError, match="mapping of names"):
+        session.load(weights)
+    bench.check_ended(session)
 
 
 # ------------------------------------------------------------------------------ too much
