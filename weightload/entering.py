@@ -155,6 +155,9 @@ def _gaps_of(
             return gaps_outside(known, section, name, tensor.shape, wanted)
     gaps = None if record is None else record.gaps.get((section, name))
     if gaps is None and load.intake.manifest is not None:
+        new = record is None and isinstance(tensor, nn.Parameter)
+        if new and load.framework.requires_all:
+            return None  # the module was added since, and this is its first load
         gaps = [full_region(tensor.shape)]
     if wanted is None or record is None or not gaps:
         return gaps

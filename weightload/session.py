@@ -143,6 +143,10 @@ class WeightLoadSession:
                 f"staging_budget is a number of bytes, at least 0, or None; found "
                 f"{staging_budget!r}."
             )
+        if not isinstance(framework, Framework | None):
+            raise UsageError(
+                f"framework is a Framework, or None; found {type(framework).__name__}."
+            )
         if not isinstance(scope, Scope | None):
             raise UsageError(
                 f"scope is a Scope, such as Scope.full() or Scope.only(names), found "
@@ -642,6 +646,7 @@ class WeightLoadSession:
         if self._kept and ownership.poison_of(self.model) is not None:
             lost, advice = missing, "The model is poisoned, so that nothing may stay away."
         if lost:
+            ways.forget()
             raise board.completeness.incomplete(lost, advice)
         absent = self._intake.absent()
         if absent:

@@ -261,6 +261,10 @@ class Ways:
                 facts = self.family.remember(facts)
             root.manifest = {**before, **facts}
 
+    def forget(self) -> None:
+        """Let the next load ask the model's loaders, which may fill what no source brings."""
+        make_record(self.model).plan = None
+
     def end(self) -> None:
         """Give scratch memory back, and let go of what knows the tensors of the way by a plan."""
         self.express = None

@@ -882,3 +882,9 @@ def test_the_version_is_set_by_a_finished_load_only():
     assert weights_version(bench.model) == 1
     bench.reload(bench.state(2), version=4)
     assert weights_version(bench.model) == 4
+
+
+def test_a_framework_is_a_framework():
+    """What is none would fail in the middle, and leave the model claimed."""
+    with pytest.raises(UsageError, match="framework is a Framework"):
+        WeightLoadSession(Linear(), framework=5)

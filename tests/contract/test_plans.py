@@ -577,3 +577,38 @@ def test_nothing_is_held_while_the_next_tensor_is_made(toy):
     bench.serves = state
     bench.check_finished(session)
     assert alive == [0] * len(state)
+
+
+class Completing(torch.nn.Module):
+    """Fills what no source has brought, once its source is exhausted."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
+        self.tied = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
+
+    def load_weights(self, weights):
+        places, came = dict(self.named_parameters()), set()
+        for name, tensor in weights:
+            places[name].data.copy_(tensor)
+            came.add(name)
+        if "tied" not in came:
+            self.tied.data.copy_(self.weight)
+
+
+def test_a_plan_does_not_keep_loaders_from_filling_what_does_not_come_any_more():
+    """They are not asked when a plan takes all that comes; the load after the one that fails asks."""
+    model = Completing()
+    for value in (1.0, 2.0, 3.0):
+        with WeightLoadSession(model, plans=True) as session:
+            session.load({"weight": torch.full((2,), value), "tied": torch.full((2,), value + 1)})
+    rest = {"weight": torch.full((2,), 5.0)}
+    with (
+        pytest.raises(IncompleteLoadError, match="tied"),
+        WeightLoadSession(model, plans=True) as session,
+    ):
+        session.load(rest)
+    for value in (6.0, 7.0):
+        with WeightLoadSession(model, plans=True) as session:
+            session.load({"weight": torch.full((2,), value)})
+        assert model.tied.tolist() == [value, value]

@@ -14,7 +14,7 @@ from weightload import (
     poison_of,
     weights_version,
 )
-from weightload.testing import TOYS, Bench, Kept, LoadingModel, fresh, identical
+from weightload.testing import TOYS, Bench, Kept, LoadingModel, fresh, identical, layers
 from weightload.testing.layers import WIDTH, RepackedLinear, parameter
 
 COMMITS = ("stream", "atomic")
@@ -264,3 +264,39 @@ def test_what_a_hook_reads_is_not_reset_while_the_rest_of_its_layer_keeps_its_va
         session.load(rest)
     bench.serves = {**rest, **{k: v for k, v in optional(bench, 2, 0).items() if "layers.0" in k}}
     bench.check_finished(session)
+
+
+def squares(**values):
+    """Return a checkpoint of square layers of the given names, each of one value."""
+    return {f"{name}.weight": torch.full((WIDTH, WIDTH), value) for name, value in values.items()}
+
+
+@pytest.mark.parametrize("plans", [False, True])
+@pytest.mark.parametrize("commit", COMMITS)
+def test_a_module_that_was_added_has_to_be_loaded_like_the_others(plans, commit):
+    """Nobody knows what it was constructed with: that is no default, and no value to fall back to."""
+    model = torch.nn.ModuleDict({"a": layers.Linear(), "b": layers.Linear()})
+
+    def load(**values):
+        with WeightLoadSession(model, plans=plans, commit=commit) as session:
+            session.load(iter(squares(**values).items()))
+        assert {n: float(one.weight[0, 0]) for n, one in model.items()} == values
+
+    load(a=1.0, b=1.0)
+    load(a=2.0, b=2.0)
+    for change in ({"c": layers.Linear()}, {"b": layers.Linear()}):
+        model.update(change)
+        for _ in range(2):
+            with pytest.raises(IncompleteLoadError, match=rf"{next(iter(change))}\.weight"):
+                load(**{name: 3.0 for name in model if name not in change})
+        for value in (4.0, 5.0):
+            load(**dict.fromkeys(model, value))
+        with pytest.raises(IncompleteLoadError, match=rf"{next(iter(change))}\.weight"):
+            load(**{name: 6.0 for name in model if name not in change})
+    model["a"], model["b"] = model["b"], model["a"]
+    for value in (7.0, 8.0):
+        load(a=value, b=value + 10, c=value + 20)
+    del model["a"]
+    with pytest.raises(IncompleteLoadError, match=r"b\.weight, c\.weight"):
+        load()
+    load(b=9.0, c=10.0)
