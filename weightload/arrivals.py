@@ -152,7 +152,7 @@ class Arrivals:
             name = entry.ledger.writer(region)
         if source is not None:
             check_copy(intake, name, entry, target, source, initial=self._load.initial)
-        intake.consumed(name, entry.names[0])
+        intake.consumed(name, entry.names[0], source)
         if self._load.trial is not None:
             if region is not None and entry.gaps:
                 self._keep_defaults(entry, region)

@@ -56,6 +56,7 @@ class Intake:
         casts: names of tensors that were stored in another dtype.
         broadcast: names of tensors that a loader spread over a larger place.
         unclaimed: tensors that filled something in the load that made the model, and nothing now.
+        computed: places that got values of which nobody knows from how many tensors they were made.
         dropped: names that came, and that the scope allows to drop.
         optional: names that have come before, and that a load may leave out all the same.
         announced: names that are new to the model and will come, of which nobody knows the places.
@@ -78,6 +79,7 @@ class Intake:
     casts: set[str] = attrs.field(factory=set)
     broadcast: set[str] = attrs.field(factory=set)
     unclaimed: dict[str, torch.Tensor] = attrs.field(factory=dict)
+    computed: set[str] = attrs.field(factory=set)
     dropped: set[str] = attrs.field(factory=set)
     optional: set[str] = attrs.field(factory=set)
     announced: set[str] = attrs.field(factory=set)
@@ -356,8 +358,10 @@ class Intake:
                 return self._hands.name_in(key, source, self.current)
         return self.current
 
-    def consumed(self, name: str | None, place: str) -> None:
+    def consumed(self, name: str | None, place: str, source: torch.Tensor | None) -> None:
         """Note that the tensor of that name filled something in the tensor called ``place``."""
+        if source is None or storage_key(source) not in self._hands.places:
+            self.computed.add(place)
         if name is not None and not self.seen[name].consumed:
             self.seen[name] = attrs.evolve(self.seen[name], consumed=True, place=place)
             self._held.pop(name, None)

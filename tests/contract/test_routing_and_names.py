@@ -509,3 +509,43 @@ def test_names_that_miss_a_wrapped_layer_are_refused_and_those_that_hit_it_are_r
     live.look()
     live.reload(_plain(20.0), commit=commit)
     live.equals(_plain(20.0))
+
+
+class Gathering(torch.nn.Module):
+    """Writes one tensor once all of its three parts have come."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = torch.nn.Parameter(torch.zeros(6, 2), requires_grad=False)
+        self.rest = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
+        self.parts = {}
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            if name == "rest":
+                self.rest.data.copy_(tensor)
+                continue
+            self.parts[name] = tensor
+            if len(self.parts) == 3:
+                self.qkv.data.copy_(torch.cat([self.parts.pop(part) for part in "qkv"]))
+
+
+@pytest.mark.parametrize("plans", [False, True])
+@pytest.mark.parametrize("each", [False, True])
+@pytest.mark.parametrize("commit", ["stream", "atomic"])
+def test_parts_that_a_loader_gathers_may_come_in_any_order(commit, each, plans):
+    """What was computed counts for the name that came last, which is another one each time."""
+    model = Gathering()
+    orders = (
+        ["q", "k", "v", "rest"],
+        ["q", "k", "v", "rest"],
+        ["v", "rest", "k", "q"],
+        [*"kvq", "rest"],
+    )
+    for order in orders:
+        state = {name: torch.randn(2, 2) if name != "rest" else torch.randn(2) for name in order}
+        with WeightLoadSession(model, commit=commit, plans=plans) as session:
+            for pairs in [[pair] for pair in state.items()] if each else [state]:
+                session.load(pairs)
+        assert torch.equal(model.qkv, torch.cat([state[part] for part in "qkv"]))
+        assert torch.equal(model.rest, state["rest"])

@@ -34,7 +34,7 @@ def test_what_has_not_two_parts_is_refused(bad):
 def test_the_first_load_takes_every_name_and_remembers_its_shape():
     intake = Intake(manifest=None)
     for _ in feed(intake, [("a", torch.ones(2, 3)), ("b", torch.ones(()))]):
-        intake.consumed(intake.current, "layer.weight")
+        intake.consumed(intake.current, "layer.weight", None)
     intake.end_batch()
     assert intake.facts() == {
         "a": SourceFact(shape=(2, 3), dtype=torch.float32, consumed=True, place="layer.weight"),
