@@ -8,6 +8,8 @@ from weightload.errors import WeightMismatchError
 
 __all__ = ["finite", "refuse_values", "wide_floats"]
 
+_ALL_FINITE = frozenset({getattr(torch, "float4_e2m1fn_x2", None)})
+"""Types that have neither NaN nor infinity."""
 _WIDE = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
@@ -21,7 +23,7 @@ def wide_floats(*dtypes: torch.dtype | None) -> bool:
 
 def finite(tensor: torch.Tensor) -> bool:
     """Whether no element is NaN or infinite; one pass, without memory of the tensor's size."""
-    if not tensor.is_floating_point() or not tensor.numel():
+    if not tensor.is_floating_point() or not tensor.numel() or tensor.dtype in _ALL_FINITE:
         return True
     values = tensor.detach()
     low, high = torch.aminmax(values if wide_floats(values.dtype) else values.float())

@@ -118,6 +118,7 @@ def test_narrow_floats_are_checked_as_well(dtype):
     assert not finite(tensor)
     assert finite(torch.ones(2, dtype=torch.int32))
     assert finite(torch.empty(0))
+    assert finite(torch.full((2,), 0x77, dtype=torch.uint8).view(torch.float4_e2m1fn_x2))
 
 
 def test_without_the_check_the_value_goes_where_a_fresh_load_puts_it():

@@ -17,8 +17,8 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from weightload.digest import digest
-from weightload.errors import CheckpointFileError, ModelBusyError, TransportError
-from weightload.files import checkpoint_folder
+from weightload.errors import ModelBusyError, TransportError
+from weightload.files import checkpoint_folder, safetensors_of
 from weightload.reading import Checkpoint
 from weightload.session import WeightLoadSession
 from weightload.vllm.transfer.own import OwnEngine
@@ -176,10 +176,7 @@ def _shards(
 def _files(path: str) -> list[Path]:
     if path.endswith(".safetensors"):
         return [Path(path)]
-    files = sorted(checkpoint_folder(path).glob("*.safetensors"))
-    if not files:
-        raise CheckpointFileError(f"{path!r} holds no *.safetensors file.", path=path)
-    return files
+    return safetensors_of(checkpoint_folder(path))
 
 
 def _compare(files: list[Path], digests: Mapping[str, str]) -> None:
