@@ -391,8 +391,11 @@ class Quick:
             or tensor.is_meta
             or tensor.is_neg()
             or name in self._intake.seen
-            or not self._apart([tensor])
         ):
+            return None
+        storage = tensor.untyped_storage()
+        start = storage.data_ptr()
+        if start in self.body.live or start + storage.nbytes() < tensor.data_ptr() + tensor.nbytes:
             return None
         wanted = self._intake.wanted
         if wanted is not None and name not in wanted:
