@@ -248,7 +248,9 @@ class WeightLoadSession:
                 may change when ``load`` returns. The memory of what an iterator yields may change
                 as soon as the next tensor is asked for. A :class:`Checkpoint` is read as it is
                 loaded, straight to where tensors belong where that is known: its names, shapes
-                and types are checked before anything is written, its values as they come.
+                and types are checked before anything is written, its values as they come. What
+                lies in the model's own memory, such as layers in another order, is copied first
+                out of a mapping, and refused from an iterator.
             transport: the buffers that are going to be reused, a tensor or several; tensors with
                 memory elsewhere are taken for the model's own. By default all memory is.
                 ``[]`` says that none is: everything is handed over for good.
@@ -263,7 +265,7 @@ class WeightLoadSession:
             CheckpointError: a tensor does not fit; see its subclasses.
             ProcessingError: a hook of a layer that became complete raised.
             UnsupportedError: the model keeps a tensor in a form that cannot be copied for it, such
-                as a numpy array.
+                as a numpy array; or an iterator yields the model's own memory.
             UsageError: ``transport`` is no tensor with memory and no list of such tensors. The
                 session is as it was then.
 
