@@ -7,6 +7,7 @@ hook changes.
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -35,7 +36,7 @@ from weightload.record import (
 )
 from weightload.registry import Convert, ModuleRule, Role
 from weightload.staging import Area, Staging
-from weightload.storage import inner_tensors, look_of, make_twins, storage_key
+from weightload.storage import extent_of, inner_tensors, look_of, make_twins, storage_key
 
 __all__ = ["Hook", "Unit"]
 
@@ -45,6 +46,37 @@ def _both_empty(live: torch.Tensor | None, new: torch.Tensor | None) -> bool:
     if live is None or new is None or new.numel() or vars(new):
         return False
     return type(live) is type(new) and look_of(live)[2:] == look_of(new)[2:]
+
+
+_INDEXED = (dict, list, collections.deque)
+
+
+def _items(container: Any) -> list[tuple[Any, Any]]:
+    """Return keys and values of a dict, places and items of a list or a deque."""
+    if isinstance(container, dict):
+        return [*dict.items(container)]
+    return [*enumerate(container)] if isinstance(container, _INDEXED) else []
+
+
+def _put_item(container: Any, key: Any, value: Any) -> None:
+    """Put an item into one of these, past the methods of a subclass."""
+    kind: Any = next(kind for kind in _INDEXED if isinstance(container, kind))
+    kind.__setitem__(container, key, value)
+
+
+def _seen_in(live: torch.Tensor, new: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:
+    """Return what shows the same of ``new`` as ``value`` of ``live``, if it shows nothing else."""
+    if value is live:
+        return new
+    if storage_key(live) is None or storage_key(new) is None or value.dtype != live.dtype:
+        return None
+    if look_of(live)[2:] != look_of(new)[2:]:
+        return None
+    (start, stop), (first, last) = extent_of(live), extent_of(value)
+    if not value.numel() or first < start or last > stop:
+        return None
+    offset = int(value.storage_offset()) - int(live.storage_offset()) + int(new.storage_offset())
+    return new.detach().as_strided(value.shape, value.stride(), offset)
 
 
 @attrs.define(kw_only=True, eq=False, repr=False)
@@ -282,6 +314,8 @@ class Unit:
         """
         problems: list[str] = []
         names = {id(module): name for name, module in self.modules.items()}
+        if self._exact() is None:
+            self._point_lists()
         self._plan = plan_commit(
             self._live, names, self._dressed, problems, self._exact(), inferred=self.inferred
         )
@@ -295,6 +329,44 @@ class Unit:
                 f"weights.",
                 module=self.name,
             )
+
+    def _point_lists(self) -> None:
+        """Let lists and dicts that hold live parameters, or views of them, hold the new ones.
+
+        What a module lists of its own, as ``nn.LSTM`` does, is no other tensor that has to keep
+        its value: the commit finds the parameter in it, and puts the live one back. Hooks still
+        find the live ones, and may not use them. Where a hook has put another tensor into the
+        slot, nothing says that it is the one of the list with these values, too.
+        """
+        replaced = {
+            (id(change.owner), section, name)
+            for change in self.changes
+            for section in SECTIONS
+            for name in change.entries.get(section, ())
+        }
+        pairs: dict[int | None, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        for state, section in self._sections():
+            slots = vars(state.owner)[section]
+            for name, live in state.contents[section].items():
+                new = slots.get(name)
+                if live is None or new is None or (id(state.owner), section, name) in replaced:
+                    continue
+                if live is not new and not inner_tensors(live) and not inner_tensors(new):
+                    pairs.setdefault(storage_key(live), []).append((live, new))
+        for state in self._live if pairs else ():
+            for name, before in state.contents.items():
+                holder: Any = vars(state.owner).get(name)
+                if name in SECTIONS:
+                    continue
+                now = dict(_items(holder))
+                for key, value in _items(before):
+                    same = value is now.get(key)
+                    if not same or not isinstance(value, torch.Tensor):
+                        continue
+                    known = pairs.get(storage_key(value), ())
+                    for new in (_seen_in(live, new, value) for live, new in known):
+                        if new is not None:
+                            _put_item(holder, key, new)
 
     def _exact(self) -> dict[int, list[str]] | None:
         """Return where derived tensors are, by id of the module, if the rules say that of all."""

@@ -6,6 +6,7 @@ after the first load of each toy and replayed after every reload, see ``weightlo
 ``damage`` says what the same reload breaks when it is done by hand.
 """
 
+import collections
 import functools
 import re
 
@@ -19,6 +20,7 @@ from weightload import (
     Framework,
     ModuleRegistry,
     ModuleRule,
+    ProcessingError,
     Role,
     StorageChangedError,
     WeightLoadSession,
@@ -316,6 +318,102 @@ def test_memory_that_a_graph_reads_is_never_freed(commit):
     assert memory.expired()
     with pytest.raises(FreedMemoryError):
         graph(by_hand.example())
+
+
+# ------------------------------------------------------------------------------ listed parameters
+
+
+class Listed(Processed):
+    """It computes with lists of its own parameter, and of parts of it; its hook writes in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.all = [self.weight, self.weight]
+        self.named = {"turned": self.weight.data.t(), "first": self.weight.data[0]}
+        self.parts = [*self.weight.data.split(WIDTH // 2)]
+        self.deep = {"deque": collections.deque([self.weight]), "list": [[self.weight]]}
+
+    def process_weights_after_loading(self):
+        self.weight.data.mul_(2)
+
+    def forward(self, x):
+        y = torch.tanh(functional.linear(x, self.all[1])) + self.named["first"]
+        return torch.cat(
+            [functional.linear(y @ self.named["turned"], one) for one in self.parts], -1
+        )
+
+
+@each_commit
+def test_lists_of_parameters_show_their_new_values(commit):
+    factory = lambda: ToyModel(Listed(), Linear())  # noqa: E731
+    bench = check_reloads(factory, options={"commit": commit, "verify": "full"})
+    layer = bench.model.layers[0]
+    assert all(
+        one is layer.weight for one in (*layer.all, *layer.deep["deque"], *layer.deep["list"][0])
+    )
+
+
+@each_commit
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_what_torch_lists_itself(kind, commit):
+    """Its recurrent layers compute with a list of their parameters."""
+    model, other = kind(3, 4, num_layers=2), kind(3, 4, num_layers=2)
+    x = torch.randn(5, 3)
+    held = [*model._flat_weights]
+    for number in range(4):
+        state = {name: torch.randn_like(tensor) for name, tensor in model.state_dict().items()}
+        with WeightLoadSession(model, commit=commit if number else "stream") as session:
+            session.load(state)
+        other.load_state_dict(state)
+        assert identical(model(x)[0], other(x)[0])
+        assert all(one is two for one, two in zip(model._flat_weights, held, strict=True))
+
+
+class ListReader(Listed):
+    """Its hook computes with what it lists."""
+
+    def process_weights_after_loading(self):
+        self.weight.data.mul_(2)
+        self.scaled = self.all[0].detach() * 3
+
+
+@each_commit
+def test_a_hook_that_would_read_the_old_weights_in_a_list_is_refused(commit):
+    """What it finds there is live until the commit."""
+    factory = lambda: ToyModel(ListReader(), Linear())  # noqa: E731
+    bench = Bench(factory)
+    held = [*bench.model.layers[0].all]
+    with (
+        pytest.raises(ProcessingError, match="reached through an object that is not tracked"),
+        bench.session(commit=commit) as session,
+    ):
+        session.load(bench.state(2))
+    assert all(one is two for one, two in zip(bench.model.layers[0].all, held, strict=True))
+
+
+class Defaulting(Processed):
+    """Its hook takes the weight from a list for some values; then the list is of another tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.defaults = [torch.ones(WIDTH, WIDTH)]
+
+    def process_weights_after_loading(self):
+        value = self.defaults[0] if self.weight.sum() > 0 else self.weight.detach() * 2
+        self.weight = nn.Parameter(value, requires_grad=False)
+
+
+@each_commit
+def test_a_list_that_a_hook_takes_a_parameter_from_is_not_overwritten(commit):
+    """The live parameter is in its memory, and the new value is no default."""
+    factory = lambda: ToyModel(Defaulting(), Linear())  # noqa: E731
+    model, _ = serving(factory, signed(factory, 1, +1))
+    with (
+        pytest.raises(StorageChangedError, match=r"defaults\[0\]: it shares memory with"),
+        WeightLoadSession(model, commit=commit) as session,
+    ):
+        session.load(signed(factory, 2, -1))
+    assert torch.equal(model.layers[0].defaults[0], torch.ones(WIDTH, WIDTH))
 
 
 # ------------------------------------------------------------------------------ another look
