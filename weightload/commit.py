@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,16 @@ from torch import nn
 from weightload.births import Births
 from weightload.derived import Reconciliation
 from weightload.ownership import ForwardGuard
-from weightload.record import MISSING, SECTIONS, ObjectState
+from weightload.record import (
+    ITEMS,
+    MISSING,
+    SECTIONS,
+    Contents,
+    ObjectState,
+    copy_items,
+    held_in,
+    refill,
+)
 
 __all__ = ["CommitCount", "CommitPlan", "OwnerPlan", "plan_commit"]
 
@@ -101,6 +111,9 @@ class OwnerPlan:
 
     def attributes(self, found: Reconciliation, *, inferred: bool) -> None:
         """Compare all other attributes with what they were while live."""
+        if type(self.live.owner) is Contents:
+            self.items(found)
+            return
         mine, values, contents = vars(self.live.owner), self.live.values, self.live.contents
         structure = _STRUCTURE if self.is_module else ()
         for name in {**values, **mine}:
@@ -116,6 +129,17 @@ class OwnerPlan:
             kept = found.match(contents.get(name, old), new, f"{self.name}.{name}")
             if kept is not new:
                 self.puts.append((mine, name, kept))
+
+    def items(self, found: Reconciliation) -> None:
+        """Compare what a container holds with what it held, whatever its class makes of it."""
+        items, patches = self.live.owner.items, found.patches
+        old, new = self.live.contents[ITEMS], copy_items(items)
+        if isinstance(items, OrderedDict) and (numbers := _renumbered(old, new)):
+            found.later(functools.partial(self.live.owner.renumber, numbers))
+            old = {numbers.get(key, key): value for key, value in old.items()}
+        found.match(old, new, self.name)
+        if found.patches > patches:
+            found.later(functools.partial(refill, items, new))
 
 
 @attrs.define(kw_only=True, repr=False)
@@ -240,15 +264,12 @@ def plan_commit(
         inferred: whether what the hooks did was worked out, so that an attribute that a hook did
             not make again is taken for the engine's.
     """
-    owners = [
-        OwnerPlan(live=live, name=names.get(id(live.owner), type(live.owner).__qualname__))
-        for live in lives
-    ]
+    owners = [OwnerPlan(live=live, name=_name_of(live.owner, names)) for live in lives]
     found = Reconciliation(dressed=dressed)
     for owner in owners:
         owner.slots(found, problems)
     slot_copies = len(found.copies)
-    states = {id(live.owner): live for live in lives}
+    states = {id(held_in(live.owner)): live for live in lives}
     for owner in owners:
         if exact is None:
             owner.attributes(found, inferred=inferred)
@@ -258,8 +279,24 @@ def plan_commit(
     return CommitPlan(owners=owners, found=found, slot_copies=slot_copies)
 
 
+def _renumbered(old: Mapping[Any, Any], new: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return the new key of each item that torch counts, as it does forward hooks."""
+    gone, added = ([*one.keys() - two.keys()] for one, two in ((old, new), (new, old)))
+    if len(gone) != len(added) or any(type(key) is not int for key in (*gone, *added)):
+        return {}
+    return dict(zip(sorted(gone), sorted(added), strict=True))
+
+
+def _name_of(owner: Any, names: Mapping[int, str]) -> str:
+    if type(owner) is Contents:
+        return owner.where
+    return names.get(id(owner), type(owner).__qualname__)
+
+
 def _in_state(state: ObjectState, step: str) -> Any:
     """Return an attribute as it was while live."""
+    if type(state.owner) is Contents:
+        return _step(state.contents[ITEMS], step)
     for section in SECTIONS:
         if step in state.contents.get(section, ()):
             return state.contents[section][step]

@@ -81,6 +81,11 @@ class Reconciliation:
         return not found and not any(tensor.numel() for tensor in made)
 
     @property
+    def patches(self) -> int:
+        """How many things are going to be put into new objects."""
+        return len(self._patches)
+
+    @property
     def opaque(self) -> bool:
         """Whether an opaque object was rebuilt."""
         return bool(self.opaque_paths)

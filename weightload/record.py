@@ -8,7 +8,9 @@ A reload puts back exactly that, and nothing else: what the engine bound later i
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import collections
+import weakref
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -21,12 +23,16 @@ from weightload.registry import Role
 from weightload.storage import TensorSpec
 
 __all__ = [
+    "CONTAINERS",
+    "FLAT",
     "MISSING",
     "Change",
+    "Contents",
     "ModuleRecord",
     "ObjectState",
     "Slot",
     "StagedSlot",
+    "held_in",
     "read_by",
     "record_of",
     "remove_record",
@@ -48,13 +54,66 @@ Slot = tuple[nn.Module, str, str]
 """A place for a tensor: the module, ``"_parameters"`` or ``"_buffers"``, and the name."""
 
 
+CONTAINERS = (dict, list, set, collections.deque)
+"""What holds items that can be changed; so do subclasses."""
+FLAT = (dict, list, set)
+"""Those that the state of an object includes if they are its attributes, and of no subclass."""
+ITEMS = "items"
+
+
+@attrs.define(eq=False, repr=False, slots=False, weakref_slot=False)
+class Contents:
+    """Stands for a container as an owner of what it holds, where no object's state includes it.
+
+    There is one for each container, while anybody keeps it, so that those who share a container
+    find that they do.
+
+    Attributes:
+        items: the container, of any subclass, or inside another one.
+        where: where it was found first, for messages.
+        numbers: the keys that are others now than when a hook was recorded, because torch counts
+            them.
+    """
+
+    items: Any
+    where: str
+    numbers: dict[Any, Any] = attrs.field(factory=dict)
+
+    @classmethod
+    def of(cls, items: Any, where: str) -> Contents:
+        """Return what stands for a container."""
+        found = _contents.get(id(items))
+        if found is None:
+            found = _contents[id(items)] = cls(items, where)
+        return found
+
+    def renumber(self, numbers: Mapping[Any, Any]) -> None:
+        """Note that keys have become others."""
+        known = {now: recorded for recorded, now in self.numbers.items()}
+        for before, now in numbers.items():
+            self.numbers[known.get(before, before)] = now
+
+
+def held_in(owner: Any) -> Any:
+    """Return the object that an owner is, or stands for."""
+    return owner.items if type(owner) is Contents else owner
+
+
+_contents: weakref.WeakValueDictionary[int, Contents] = weakref.WeakValueDictionary()
+
+
 @attrs.frozen(kw_only=True, repr=False)
 class ObjectState:
-    """The attributes of one object at one moment; plain containers with their contents."""
+    """The attributes of one object at one moment; plain containers with their contents.
+
+    A container of another type, or one inside a container, has a state of its own as
+    :class:`Contents`.
+    """
 
     owner: Any
     values: dict[str, Any]
     contents: dict[str, Any]
+    kind: type
 
     @classmethod
     def of(cls, owner: Any) -> ObjectState:
@@ -62,13 +121,15 @@ class ObjectState:
         values = {
             name: value for name, value in vars(owner).items() if not _is_sessions(name, value)
         }
-        contents = {
-            name: value.copy() for name, value in values.items() if type(value) in _CONTAINERS
-        }
-        return cls(owner=owner, values=values, contents=contents)
+        contents = {name: value.copy() for name, value in values.items() if type(value) in FLAT}
+        if type(owner) is Contents:
+            contents[ITEMS] = copy_items(owner.items)
+        return cls(owner=owner, values=values, contents=contents, kind=type(owner))
 
     def restore(self) -> None:
-        """Put every attribute back as it was."""
+        """Put the class and every attribute back as they were."""
+        if type(self.owner) is not self.kind:
+            self.owner.__class__ = self.kind
         mine = vars(self.owner)
         for name, value in list(mine.items()):
             if name not in self.values and not _is_sessions(name, value):
@@ -77,7 +138,7 @@ class ObjectState:
             if not _is_sessions(name, mine.get(name)):
                 mine[name] = value
         for name, content in self.contents.items():
-            _refill(self.values[name], content)
+            refill(self.values[name], content)
 
     def restore_one(self, name: str) -> None:
         """Put one attribute back as it was."""
@@ -87,7 +148,7 @@ class ObjectState:
 
     def restore_content(self, name: str) -> None:
         """Let a container hold what it held, in the order of then."""
-        _refill(self.values[name], self.contents[name])
+        refill(self.values[name], self.contents[name])
 
     def holds_but_for(self, names: Collection[str]) -> bool:
         """Whether everything is what it was, but for some attributes and for tensors in slots.
@@ -96,6 +157,8 @@ class ObjectState:
             names: the attributes, which must be of the kind that they were.
         """
         mine = vars(self.owner)
+        if type(self.owner) is not self.kind:
+            return False
         for name, value in mine.items():
             before = self.values.get(name, MISSING)
             if value is before or _is_sessions(name, value):
@@ -114,13 +177,15 @@ class ObjectState:
     def differences(self, later: ObjectState) -> Change | None:
         """Return what changed until ``later``, or ``None``."""
         change = Change(owner=self.owner)
+        if later.kind is not self.kind:
+            change.kind = self.kind
         for name in self.values.keys() | later.values.keys():
             before = self.values.get(name, MISSING)
             if before is not later.values.get(name, MISSING):
                 change.attributes[name] = before
             elif name in self.contents:
                 _compare_contents(change, name, self.contents[name], later.contents[name])
-        return change if change.attributes or change.entries or change.contents else None
+        return None if change.empty else change
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -141,15 +206,32 @@ def _is_sessions(name: str, value: Any) -> bool:
     return name == _ATTRIBUTE or type(value) is ForwardGuard
 
 
-_CONTAINERS = (dict, list, set)
+def copy_items(container: Any) -> Any:
+    """Return a plain dict, list or set of what a container holds."""
+    if isinstance(container, dict):
+        # What a subclass makes of its items when it is asked for them is its own affair.
+        kind = collections.OrderedDict if isinstance(container, collections.OrderedDict) else dict
+        return dict(kind.items(container))
+    return set(container) if isinstance(container, set) else list(container)
 
 
-def _refill(container: Any, content: Any) -> None:
+def refill(container: Any, content: Any) -> None:
+    """Let a container hold ``content``, and nothing else, past the methods of a subclass."""
     if isinstance(container, list):
-        container[:] = content
-        return
-    container.clear()
-    container.update(content)
+        list.__setitem__(container, slice(None), content)
+    elif isinstance(container, collections.deque):
+        collections.deque.clear(container)
+        collections.deque.extend(container, content)
+    elif isinstance(container, set):
+        set.clear(container)
+        set.update(container, content)
+    elif isinstance(container, collections.OrderedDict):
+        collections.OrderedDict.clear(container)
+        for key, value in content.items():
+            collections.OrderedDict.__setitem__(container, key, value)
+    else:
+        dict.clear(container)
+        dict.update(container, content)
 
 
 def _same_content(before: Any, after: Any) -> bool:
@@ -209,12 +291,19 @@ class Change:
         attributes: attribute name to its value from before, or ``MISSING``.
         entries: the same for entries of dicts that are attributes.
         contents: whole contents of lists and sets that are attributes.
+        kind: the class from before, if the hook gave the object another one.
     """
 
     owner: Any
     attributes: dict[str, Any] = attrs.field(factory=dict)
     entries: dict[str, dict[Any, Any]] = attrs.field(factory=dict)
     contents: dict[str, Any] = attrs.field(factory=dict)
+    kind: type | None = None
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing changed."""
+        return not (self.attributes or self.entries or self.contents or self.kind)
 
     def undo(self, copies: dict[int, torch.Tensor]) -> None:
         """Put the values from before back.
@@ -225,17 +314,25 @@ class Change:
         Args:
             copies: by id, the copies of :class:`Overwritten` tensors that this undo has made.
         """
+        if self.kind is not None:
+            self.owner.__class__ = self.kind
         mine = vars(self.owner)
+        numbers = self.owner.numbers if type(self.owner) is Contents else {}
         for name, value in self.attributes.items():
             if isinstance(value, Overwritten):
                 value = copies.setdefault(id(value), value.value.clone())
             if not isinstance(value, Alias):
                 _put(mine, name, value)
         for name, entries in self.entries.items():
+            items = mine[name]
+            content = items if type(items) is dict else copy_items(items)
             for key, value in entries.items():
-                _put(mine[name], key, _without_tensor(self.owner, name, value))
+                key = numbers.get(key, key)
+                _put(content, key, _without_tensor(self.owner, name, value))
+            if content is not items:
+                refill(items, content)
         for name, content in self.contents.items():
-            _refill(mine[name], content)
+            refill(mine[name], content)
 
     def undo_aliases(self) -> None:
         """Let attributes that were the tensor of a slot be what is in that slot now."""

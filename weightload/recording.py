@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import collections
+import types
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -11,12 +13,18 @@ from torch import nn
 
 from weightload.ledger import Region
 from weightload.record import (
+    CONTAINERS,
+    FLAT,
+    ITEMS,
+    MISSING,
     Alias,
     Change,
+    Contents,
     ObjectState,
     Overwritten,
     Slot,
     StagedSlot,
+    held_in,
     make_record,
     slots_of,
 )
@@ -26,24 +34,72 @@ from weightload.storage import Fingerprint, TensorSpec
 __all__ = ["HookRecording", "scope_of"]
 
 
+_ATOMS = frozenset((type(None), bool, int, float, str, bytes, torch.dtype, torch.device))
+_DEPTH = 4
+"""How deep containers inside containers are looked at."""
+_MANY = 1000
+"""A container with more items is not searched for containers."""
+_HOLDERS = (types.SimpleNamespace, collections.UserDict, collections.UserList)
+_HOOKS_OF_TORCH = frozenset(
+    name for name, value in vars(nn.Module()).items() if type(value) is collections.OrderedDict
+)
+"""Where modules keep their forward hooks and the like: a dozen dicts each, which are mostly empty."""
+
+
 def scope_of(module: nn.Module, registry: ModuleRegistry) -> list[Any]:
     """Return every object that the hook of ``module`` may change.
 
     That is the module with its submodules, and their strategy objects: what they hold under the
     registry's strategy names, and whatever else they hold that has the hook itself, at any depth.
+    What merely holds values is among them: containers whose contents are in no object's state,
+    namespaces, and dataclasses that are not in another one; but not the empty ones of torch.
     """
-    found: dict[int, Any] = {id(inner): inner for inner in module.modules()}
-    queue: list[Any] = list(found.values())
-    while queue:
-        owner = queue.pop()
-        for name, value in tuple(vars(owner).items()):
-            if id(value) in found or isinstance(value, nn.Module | torch.Tensor | type):
-                continue
-            wanted = name in registry.strategies or hasattr(type(value), registry.hook)
-            if wanted and hasattr(value, "__dict__"):
-                found[id(value)] = value
-                queue.append(value)
-    return list(found.values())
+    owners: list[Any] = list(module.modules())
+    seen = set(map(id, owners))
+
+    def enter(value: Any, owner: Any, name: str, depth: int) -> None:
+        if type(value) in _ATOMS or id(value) in seen:
+            return
+        if isinstance(value, nn.Module | torch.Tensor | type):
+            return
+        wanted = name in registry.strategies or hasattr(type(value), registry.hook)
+        wanted = (wanted and not depth) or _holds_values(value, owner)
+        if wanted and hasattr(value, "__dict__"):
+            seen.add(id(value))
+            owners.append(value)
+        if not isinstance(value, (*CONTAINERS, tuple)):
+            return
+        seen.add(id(value))
+        if isinstance(value, CONTAINERS) and (depth or type(value) not in FLAT):
+            owners.append(Contents.of(value, f"{type(owner).__qualname__}.{name}"))
+        for item in _items(value) if depth < _DEPTH else ():
+            enter(item, owner, name, depth + 1)
+
+    for owner in owners:
+        for name, value in () if type(owner) is Contents else tuple(vars(owner).items()):
+            if name not in _HOOKS_OF_TORCH or value:
+                enter(value, owner, name, 0)
+    return owners
+
+
+def _holds_values(value: Any, owner: Any) -> bool:
+    """Whether an object is there for what it holds; nothing else is told of its class."""
+    if isinstance(value, CONTAINERS):
+        return type(value) not in FLAT and bool(getattr(value, "__dict__", None))
+    if isinstance(value, _HOLDERS):
+        return True
+    # Dataclasses in dataclasses are mostly the configuration of the whole engine.
+    return hasattr(type(value), _FIELDS) and not hasattr(type(owner), _FIELDS)
+
+
+_FIELDS = "__dataclass_fields__"
+
+
+def _items(value: Any) -> Collection[Any]:
+    """Return what a container or a tuple holds, if that may be searched."""
+    if not isinstance(value, (*CONTAINERS, tuple)) or not 0 < len(value) <= _MANY:
+        return ()
+    return tuple(value.values() if isinstance(value, dict) else value)
 
 
 @attrs.define(kw_only=True, repr=False)
@@ -106,6 +162,8 @@ class HookRecording:
         Args:
             overwritten: as for :meth:`finish`.
         """
+        for change in self._hooked():
+            change.undo({})
         for state in self.states:
             state.restore()
         for slot, spec, mark in self.specs.values():
@@ -141,6 +199,7 @@ class HookRecording:
         special: dict[int, Alias | Overwritten] = dict(self.aliases)
         special.update((key, Overwritten(value)) for key, value in overwritten.items())
         changes = [self._change_of(state, special) for state in self.states]
+        changes += self._hooked()
         record = make_record(module)
         record.steps[role] = [change.without_tensors() for change in changes if change is not None]
         record.strategies = self._strategies_of(module)
@@ -159,25 +218,43 @@ class HookRecording:
             )
         return touched
 
+    def _hooked(self) -> Iterator[Change]:
+        """Yield what a hook did to dicts of torch that were empty."""
+        known = {id(held_in(state.owner)) for state in self.states}
+        for state in self.states:
+            for name in _HOOKS_OF_TORCH if isinstance(state.owner, nn.Module) else ():
+                items = state.values.get(name)
+                if items and id(items) not in known:
+                    owner = Contents.of(items, f"{type(state.owner).__qualname__}.{name}")
+                    yield Change(owner=owner, entries={ITEMS: dict.fromkeys(items, MISSING)})
+
     def _strategies_of(self, module: nn.Module) -> list[Any]:
         """Return the strategy objects in scope that are the module's own, not its children's."""
-        rest = {
-            id(state.owner): state.owner
-            for state in self.states
-            if not isinstance(state.owner, nn.Module)
-        }
+        rest: dict[int, list[Any]] = {}
+        for owner in (state.owner for state in self.states):
+            if not isinstance(owner, nn.Module):
+                rest.setdefault(id(held_in(owner)), []).append(owner)
         found: list[Any] = [module]
+        seen: set[int] = set()
         for owner in found:
-            found += [rest.pop(id(v)) for v in tuple(vars(owner).values()) if id(v) in rest]
+            skipped = _HOOKS_OF_TORCH if isinstance(owner, nn.Module) else ()
+            values = [value for name, value in vars(owner).items() if name not in skipped]
+            for value in values:
+                if type(value) in _ATOMS or id(value) in seen:
+                    continue
+                seen.add(id(value))
+                found += rest.pop(id(value), ())
+                values += _items(value)
         return found[1:]
 
     @staticmethod
     def _change_of(state: ObjectState, special: Mapping[int, Alias | Overwritten]) -> Change | None:
-        change = state.differences(ObjectState.of(state.owner)) or Change(owner=state.owner)
+        change = state.differences(ObjectState.of(state.owner))
+        change = change or Change(owner=state.owner)
         for name, value in state.values.items():
             if id(value) in special:
                 change.attributes[name] = special[id(value)]
-        return change if change.attributes or change.entries or change.contents else None
+        return None if change.empty else change
 
     def _before(self, slot: Slot) -> torch.Tensor | None:
         owner, section, name = slot

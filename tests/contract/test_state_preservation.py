@@ -5,8 +5,11 @@ copy everything back: ``rematerialised`` below does that by hand. What loaders d
 whatever was in that memory, and what shared memory does not any more.
 """
 
+import collections
 import contextlib
 import contextvars
+import dataclasses
+import types
 
 import pytest
 import torch
@@ -466,3 +469,151 @@ def test_a_hook_that_replaces_a_parameter_and_drops_its_loader(commit):
         bench.check_ended(session, caught.value)
         assert caught.value.model_intact
     check_reloads(factory, options={"commit": commit})
+
+
+# ------------------------------------------------------------------------------ state in containers
+
+
+class Items(list):
+    """A list of a class of its own."""
+
+
+class Table(dict):
+    """A dict with attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = 0
+
+
+@dataclasses.dataclass
+class Made:
+    """What a hook has made."""
+
+    weight: torch.Tensor | None = None
+
+
+def looped():
+    """Return a dict that is an item of itself."""
+    outer = {"inner": {}}
+    outer["outer"] = outer
+    return outer
+
+
+KEPT = {
+    "dict": (dict, lambda kept: kept),
+    "OrderedDict": (collections.OrderedDict, lambda kept: kept),
+    "defaultdict": (lambda: collections.defaultdict(list), lambda kept: kept),
+    "Counter": (collections.Counter, lambda kept: kept),
+    "dict subclass": (Table, lambda kept: kept),
+    "UserDict": (collections.UserDict, lambda kept: kept),
+    "UserList": (collections.UserList, lambda kept: kept),
+    "list subclass": (Items, lambda kept: kept),
+    "deque": (lambda: collections.deque(maxlen=3), lambda kept: kept),
+    "namespace": (types.SimpleNamespace, vars),
+    "dataclass": (Made, vars),
+    "attributes of a dict": (Table, vars),
+    "dict in a dict": (lambda: {"inner": {}}, lambda kept: kept["inner"]),
+    "dict in itself": (looped, lambda kept: kept["outer"]["inner"]),
+    "list in a tuple in a dict": (lambda: {"inner": ([],)}, lambda kept: kept["inner"][0]),
+    "dict in a list in a deque": (lambda: collections.deque([[{}]]), lambda kept: kept[0][0]),
+    "dict in a list in a namespace": (
+        lambda: types.SimpleNamespace(inner=[{}]),
+        lambda kept: kept.inner[0],
+    ),
+    "namespace in a list": (lambda: [types.SimpleNamespace()], lambda kept: vars(kept[0])),
+}
+
+
+class OnceKept(Processed):
+    """Makes what it computes with unless it has made it, and keeps it in some container."""
+
+    def __init__(self, kind):
+        super().__init__()
+        make, self.inside = KEPT[kind]
+        self.kept = make()
+
+    @property
+    def made(self):
+        """The container that the hook puts it into, as a mutable mapping or sequence."""
+        return self.inside(self.kept)
+
+    def process_weights_after_loading(self):
+        made, keyed = self.made, hasattr(self.made, "keys")
+        if keyed and made.get("weight") is None:
+            made["weight"] = self.weight.detach() * 2
+        elif not keyed and not len(made):
+            made.append(self.weight.detach() * 2)
+
+    def forward(self, x):
+        made = self.made
+        return torch.tanh(x @ (made["weight"] if hasattr(made, "keys") else made[0]))
+
+
+@pytest.mark.parametrize("plans", [True, False])
+@pytest.mark.parametrize("kind", KEPT)
+@each_commit
+def test_what_a_hook_keeps_in_containers_is_made_anew(commit, kind, plans):
+    """The hook asks its own state whether it has run; where it keeps that is its own affair."""
+    factory = lambda: ToyModel(OnceKept(kind), Linear())  # noqa: E731
+    bench = check_reloads(factory, options={"commit": commit, "plans": plans})
+    assert len(bench.model.layers[0].made) <= 2
+
+
+class Hooked(Processed):
+    """Registers a forward hook, unless one was registered by the constructor; then it removes that."""
+
+    def __init__(self, *, registered):
+        super().__init__()
+        self.handle = None
+        if registered:
+            self.handle = self.register_forward_hook(lambda module, args, out: out * 3)
+
+    def process_weights_after_loading(self):
+        if self.handle is not None:
+            self.handle.remove()
+            return
+        weight = self.weight.detach() * 2
+        self.register_forward_hook(lambda module, args, out: out + args[0] @ weight)
+
+
+@pytest.mark.parametrize("registered", [True, False])
+@each_commit
+def test_forward_hooks_that_a_hook_registers_or_removes(commit, registered):
+    """Each load registers it once more, and graphs know the tensor that it closes over."""
+    factory = lambda: ToyModel(Hooked(registered=registered), Linear())  # noqa: E731
+    bench = check_reloads(factory, options={"commit": commit})
+    hooks = bench.model.layers[0]._forward_hooks
+    assert len(hooks) == (0 if registered else 1)
+    mine = lambda module, args, out: None  # noqa: E731
+    bench.model.layers[0].register_forward_hook(mine)
+    for number in (2, 3, 1):
+        bench.reload(bench.state(number), commit=commit)
+        assert mine in hooks.values(), "somebody else's stay"
+        assert len(hooks) == (1 if registered else 2)
+
+
+class OnceFailing(OnceKept):
+    """Raises when it has made something; the second time it does not."""
+
+    fails = True
+
+    def process_weights_after_loading(self):
+        self.register_forward_hook(lambda module, args, out: out)
+        super().process_weights_after_loading()
+        if OnceFailing.fails:
+            raise RuntimeError("no memory")
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_containers_are_put_back_when_a_first_hook_fails(kind, monkeypatch):
+    monkeypatch.setattr(OnceFailing, "fails", True)
+    model = ToyModel(OnceFailing(kind))
+    state = make_state(lambda: ToyModel(OnceKept(kind)), 1)
+    for fails in (True, False):
+        monkeypatch.setattr(OnceFailing, "fails", fails)
+        failing = pytest.raises(ProcessingError) if fails else contextlib.nullcontext()
+        with failing, WeightLoadSession(model, framework=toy_framework()) as session:
+            session.load(make_state(lambda: ToyModel(OnceKept(kind)), 2) if fails else state)
+    assert identical(outputs(model), expected(lambda: ToyModel(OnceKept(kind)), state))
+    assert len(model.layers[0]._forward_hooks) == 1

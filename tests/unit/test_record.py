@@ -1,13 +1,19 @@
 """What the first processing changed is put back exactly, and nothing else is."""
 
+import collections
+import dataclasses
+import types
+
 import pytest
 import torch
 from torch import nn
 
 from weightload.record import (
     MISSING,
+    Contents,
     ModuleRecord,
     ObjectState,
+    copy_items,
     make_record,
     record_of,
 )
@@ -257,6 +263,115 @@ def test_a_strategy_is_found_by_its_name_or_by_its_hook():
     assert module.scheme in scope
     assert module.impl in scope
     assert module.scheme not in scope_of(module, ModuleRegistry())
+
+
+@dataclasses.dataclass
+class Config:
+    inner: object = None
+
+
+def test_what_holds_values_is_in_the_scope_once():
+    """A container in a container that holds the outer one; a dataclass, but not one inside it."""
+    module = layer()
+    inner, table = [], collections.OrderedDict()
+    module.plain = {"inner": inner}
+    module.plain["self"] = module.plain
+    module.table, module.pair = table, (inner, types.SimpleNamespace())
+    module.config = Config(Config())
+    scope = scope_of(module, ModuleRegistry())
+    held = [one.items for one in scope if isinstance(one, Contents)]
+    assert sorted(map(id, held)) == sorted(map(id, (inner, table)))
+    rest = [one for one in scope if not isinstance(one, Contents)]
+    assert sorted(map(id, rest)) == sorted(map(id, (module, module.pair[1], module.config)))
+
+
+def test_deep_and_large_containers_are_not_searched():
+    """The time for a layer is bounded, whatever hangs on it."""
+    module = layer()
+    module.deep = []
+    for _ in range(50):
+        module.deep = [module.deep]
+    module.large = [{} for _ in range(100_000)]
+    assert len(scope_of(module, ModuleRegistry())) < 10
+
+
+def test_those_who_share_a_container_share_what_stands_for_it():
+    """Else nobody would know that the hook of one finds what that of the other left."""
+    one, two = layer(), layer()
+    one.shared = two.shared = collections.deque()
+    for module in (one, two):
+        record(module, lambda module: module.shared.append(1))
+    assert record_of(one).strategies == record_of(two).strategies != []
+
+
+# ------------------------------------------------------------------------------ containers
+
+
+class Loud(dict):
+    """A dict that does not let everybody write to it."""
+
+    def __setitem__(self, key, value):
+        raise TypeError("it is closed")
+
+    update = clear = pop = __setitem__
+
+
+class Names(set):
+    pass
+
+
+@pytest.mark.parametrize(
+    "container",
+    [
+        collections.OrderedDict(b=1, a=2),
+        collections.defaultdict(list, a=1),
+        collections.deque([1, 2], maxlen=2),
+        Loud(a=1),
+        Names("ab"),
+    ],
+    ids=lambda one: type(one).__name__,
+)
+def test_a_container_of_any_class_is_put_back(container):
+    """In the order of then, with its own class, and whatever its methods do."""
+    state, before = ObjectState.of(Contents.of(container, "here")), list(container)
+    if isinstance(container, dict):
+        kind = collections.OrderedDict if hasattr(container, "move_to_end") else dict
+        kind.__setitem__(container, "c", 3)
+    else:
+        (container.add if isinstance(container, set) else container.append)("c")
+    after, change = list(container), state.differences(ObjectState.of(state.owner))
+    later = ObjectState.of(state.owner)
+    change.undo({})
+    assert list(container) == before
+    later.restore()
+    assert list(container) == after
+    state.restore()
+    assert list(container) == before
+    assert not state.differences(ObjectState.of(state.owner))
+
+
+def test_the_copy_of_a_container_is_plain_and_in_its_order():
+    table = collections.OrderedDict(b=1, a=2)
+    table.move_to_end("b")
+    assert [*copy_items(table)] == ["a", "b"]
+    assert type(copy_items(table)) is dict
+    assert copy_items(collections.deque([1])) == [1]
+
+
+def test_another_class_is_undone():
+    class Other(Thing):
+        pass
+
+    thing = Thing()
+    state = ObjectState.of(thing)
+    thing.__class__ = Other
+    change = state.differences(ObjectState.of(thing))
+    change.undo({})
+    assert type(thing) is Thing
+    thing.__class__ = Other
+    assert not state.holds_but_for(())
+    state.restore()
+    assert type(thing) is Thing
 
 
 # ------------------------------------------------------------------------------ copies
