@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
@@ -10,7 +12,7 @@ from weightload.entries import join
 from weightload.errors import UnsupportedError, name_some
 from weightload.framework import Framework
 from weightload.layer import Hook
-from weightload.record import ModuleRecord, made_by_hooks, record_of, slots_of
+from weightload.record import Change, ModuleRecord, made_by_hooks, record_of, slots_of
 from weightload.registry import Role
 
 __all__ = ["find_hooks", "order_of", "refuse_wrapped"]
@@ -34,10 +36,10 @@ def find_hooks(
         initial: whether this is the load that makes the model.
 
     Raises:
-        UnsupportedError: a module is a copy of a loaded one, or was not loaded with the others.
+        UnsupportedError: a module is a copy of a loaded one, or was not loaded with the others; or
+            one was processed, and its rule or a module that its hook took out, is not found.
         UnclassifiedModuleError: a module has a hook and no rule.
     """
-    hooks = []
     for name, module in modules.items():
         record = record_of(module)
         if record is not None and record.copied:
@@ -47,17 +49,87 @@ def find_hooks(
                 f"first load.",
                 module=name,
             )
-        hooks += [
+    with _classes_of_before(modules):
+        hooks = [
             Hook(name=name, module=module, rule=rule)
+            for name, module in modules.items()
             for rule in framework.registry.rules_for(module, name)
         ]
-    hooks.sort(key=order_of)
-    rule = framework.model_rule(modules[""]) if "" in modules else None
+        hooks.sort(key=order_of)
+        rule = framework.model_rule(modules[""]) if "" in modules else None
     if rule is not None:
         hooks.append(Hook(name="", module=modules[""], rule=rule, last=True))
     if not initial:
         _refuse_unrecorded(hooks)
+        _refuse_unruled(modules, hooks)
+    _refuse_removed(modules)
     return hooks
+
+
+def _changes_of(module: nn.Module) -> Iterator[Change]:
+    """Yield what the hooks of ``module`` changed at their first run, in their order."""
+    record = record_of(module) or ModuleRecord()
+    for role in Role:
+        yield from record.steps.get(role, ())
+
+
+@contextmanager
+def _classes_of_before(modules: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Give objects whose hooks changed their class the one that rules are registered for."""
+    now: dict[int, tuple[Any, type]] = {}
+    try:
+        for change in (one for module in modules.values() for one in _changes_of(module)):
+            if change.kind is not None and id(change.owner) not in now:
+                now[id(change.owner)] = change.owner, type(change.owner)
+                change.owner.__class__ = change.kind
+        yield
+    finally:
+        for owner, kind in now.values():
+            owner.__class__ = kind
+
+
+def _refuse_unruled(modules: Mapping[str, nn.Module], hooks: list[Hook]) -> None:
+    """Refuse modules whose hook ran when they were loaded, and would not be run now."""
+    known = {(id(hook.module), hook.rule.role) for hook in hooks}
+    lost = [
+        (name, module, role)
+        for name, module in modules.items()
+        for role in (record_of(module) or ModuleRecord()).steps
+        if (id(module), role) not in known
+    ]
+    if lost:
+        texts = name_some(
+            f"{name} ({type(module).__qualname__}, {r.value})" for name, module, r in lost
+        )
+        raise UnsupportedError(
+            f"Modules that were processed when this model was made have no rule any more: {texts}. "
+            f"Without their hooks they would compute with unprocessed weights. A hook, or something "
+            f"else since, has given them another type or another strategy object: register that "
+            f"type with the same rule, or let the hook leave it as it was.",
+            modules=[name for name, _, _ in lost[:10]],
+        )
+
+
+def _refuse_removed(modules: Mapping[str, nn.Module]) -> None:
+    """Refuse modules whose hook took modules with weights out of the model: nobody can name them."""
+    present = set(map(id, modules.values()))
+    gone = []
+    for name, module in modules.items():
+        changes = [one for one in _changes_of(module) if isinstance(one.owner, nn.Module)]
+        for change in changes:
+            for key, child in change.entries.get("_modules", {}).items():
+                inside = child.modules() if isinstance(child, nn.Module) else ()
+                absent = [one for one in inside if id(one) not in present]
+                if any(True for one in absent for _ in slots_of(one)):
+                    gone.append((name, f"{key} ({type(child).__qualname__}) by {name!r}"))
+    if gone:
+        texts = name_some(text for _, text in gone)
+        raise UnsupportedError(
+            f"Hooks took modules that hold weights out of the model: {texts}. A reload cannot bring "
+            f"weights to what the model does not hold any more. Let the hook keep the module, under "
+            f"its name, and make forward pass it by.",
+            modules=[name for name, _ in gone[:10]],
+        )
 
 
 def _refuse_unrecorded(hooks: list[Hook]) -> None:

@@ -20,6 +20,7 @@ from weightload import (
     IncompleteLoadError,
     ModelBusyError,
     ProcessingError,
+    UnsupportedError,
     WeightLoadSession,
 )
 from weightload.storage import Fingerprint
@@ -617,3 +618,83 @@ def test_containers_are_put_back_when_a_first_hook_fails(kind, monkeypatch):
             session.load(make_state(lambda: ToyModel(OnceKept(kind)), 2) if fails else state)
     assert identical(outputs(model), expected(lambda: ToyModel(OnceKept(kind)), state))
     assert len(model.layers[0]._forward_hooks) == 1
+
+
+# ------------------------------------------------------------------------------ classes and modules
+
+
+class Served(nn.Module):
+    """What a layer is once it has been processed; no rule is registered for it."""
+
+    def forward(self, x):
+        return torch.tanh(functional.linear(x, self.weight))
+
+
+class BecomesServed(Processed):
+    """Doubles its weight and takes another class."""
+
+    def process_weights_after_loading(self):
+        self.weight.data.mul_(2)
+        self.__class__ = Served
+
+
+@pytest.mark.parametrize("plans", [True, False])
+@each_commit
+def test_a_hook_that_gives_its_module_another_class(commit, plans):
+    """Rules are found by the class from before, or the hook would not run again."""
+    factory = lambda: ToyModel(BecomesServed(), Linear())  # noqa: E731
+    bench = check_reloads(factory, options={"commit": commit, "plans": plans})
+    layer = bench.model.layers[0]
+    assert type(layer) is Served
+    session = bench.open(commit="atomic", plans=plans)
+    assert type(layer) is BecomesServed or plans, "hooks find it as it was"
+    session.abort()
+    assert type(layer) is Served
+
+
+@pytest.mark.parametrize("plans", [True, False])
+@each_commit
+def test_a_module_that_has_lost_its_rule_is_refused(commit, plans):
+    """Somebody else gave it another class: unprocessed weights would be served."""
+    factory = lambda: ToyModel(InPlaceLinear(), Linear())  # noqa: E731
+    model = serving(factory)
+    options = {"framework": toy_framework(), "commit": commit, "plans": plans}
+    with WeightLoadSession(model, **options) as session:
+        session.load(make_state(factory, 2))
+    model.layers[0].__class__ = Served
+    want = outputs(model)
+    with (
+        pytest.raises(UnsupportedError, match=r"layers\.0 \(Served, quant\)") as caught,
+        WeightLoadSession(model, **options) as session,
+    ):
+        session.load(make_state(factory, 3))
+    assert caught.value.model_intact
+    assert identical(outputs(model), want)
+
+
+class Folding(Processed):
+    """Multiplies its weight with that of a layer inside, which it takes out."""
+
+    def __init__(self):
+        super().__init__()
+        self.after = Linear()
+
+    def process_weights_after_loading(self):
+        self.weight.data.copy_(self.after.weight @ self.weight)
+        self.after = nn.Identity()
+
+
+@each_commit
+def test_a_hook_that_takes_out_a_module_with_weights_is_refused_by_name(commit):
+    """The names of its weights mean nothing any more."""
+    factory = lambda: ToyModel(Folding(), Linear())  # noqa: E731
+    model = serving(factory)
+    want = outputs(model)
+    for _ in range(2):
+        with (
+            pytest.raises(UnsupportedError, match=r"after \(Linear\) by 'layers\.0'") as caught,
+            WeightLoadSession(model, framework=toy_framework(), commit=commit, plans=False),
+        ):
+            pass
+        assert caught.value.model_intact
+        assert identical(outputs(model), want)
