@@ -277,9 +277,15 @@ class Overwritten:
 
 @attrs.frozen(eq=False, repr=False)
 class Alias:
-    """Stands for an attribute that was, before the hook ran, the very tensor of a slot."""
+    """Stands for a value that was, before the hook ran, the very tensor of a slot."""
 
     slot: Slot
+
+    @property
+    def now(self) -> Any:
+        """What is in the slot."""
+        module, section, key = self.slot
+        return vars(module)[section].get(key, MISSING)
 
 
 @attrs.define(kw_only=True, repr=False)
@@ -319,27 +325,39 @@ class Change:
         mine = vars(self.owner)
         numbers = self.owner.numbers if type(self.owner) is Contents else {}
         for name, value in self.attributes.items():
-            if isinstance(value, Overwritten):
-                value = copies.setdefault(id(value), value.value.clone())
             if not isinstance(value, Alias):
-                _put(mine, name, value)
+                _put(mine, name, _copied_back(value, copies))
         for name, entries in self.entries.items():
             items = mine[name]
             content = items if type(items) is dict else copy_items(items)
             for key, value in entries.items():
-                key = numbers.get(key, key)
-                _put(content, key, _without_tensor(self.owner, name, value))
+                if not isinstance(value, Alias):
+                    value = _without_tensor(self.owner, name, _copied_back(value, copies))
+                    _put(content, numbers.get(key, key), value)
             if content is not items:
                 refill(items, content)
         for name, content in self.contents.items():
-            refill(mine[name], content)
+            refill(mine[name], [_copied_back(value, copies) for value in content])
 
     def undo_aliases(self) -> None:
-        """Let attributes that were the tensor of a slot be what is in that slot now."""
+        """Let what was the tensor of a slot be what is in that slot now."""
+        mine = vars(self.owner)
         for name, value in self.attributes.items():
             if isinstance(value, Alias):
-                module, section, key = value.slot
-                _put(vars(self.owner), name, vars(module)[section].get(key, MISSING))
+                _put(mine, name, value.now)
+        for name, entries in self.entries.items():
+            aliases = {key: one for key, one in entries.items() if isinstance(one, Alias)}
+            if aliases:
+                items = copy_items(mine[name])
+                for key, value in aliases.items():
+                    _put(items, key, value.now)
+                refill(mine[name], items)
+        for name, content in self.contents.items():
+            if any(isinstance(value, Alias) for value in content):
+                items = [
+                    one.now if isinstance(one, Alias) else one for one in copy_items(mine[name])
+                ]
+                refill(mine[name], [one for one in items if one is not MISSING])
 
     def without_tensors(self) -> Change:
         """Return the change without the old tensors of parameters and buffers, to free them."""
@@ -348,6 +366,13 @@ class Change:
             for name, inner in self.entries.items()
         }
         return attrs.evolve(self, entries=entries)
+
+
+def _copied_back(value: Any, copies: dict[int, torch.Tensor]) -> Any:
+    """Return a value from before; a tensor that a hook wrote to, as a copy for it to write to."""
+    if isinstance(value, Overwritten):
+        return copies.setdefault(id(value), value.value.clone())
+    return value
 
 
 def _put(mapping: dict[Any, Any], key: Any, value: Any) -> None:

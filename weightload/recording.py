@@ -17,6 +17,7 @@ from weightload.record import (
     FLAT,
     ITEMS,
     MISSING,
+    SECTIONS,
     Alias,
     Change,
     Contents,
@@ -95,6 +96,20 @@ def _holds_values(value: Any, owner: Any) -> bool:
 _FIELDS = "__dataclass_fields__"
 
 
+def _loose_contents(state: ObjectState) -> Iterator[tuple[str, Any]]:
+    """Yield the contents of containers, but for parameters, buffers and modules."""
+    structure = (*SECTIONS, "_modules") if isinstance(state.owner, nn.Module) else ()
+    return ((name, content) for name, content in state.contents.items() if name not in structure)
+
+
+def _loose_in(state: ObjectState) -> Iterator[torch.Tensor]:
+    """Yield the tensors that are attributes, or in containers."""
+    values = [*state.values.values()]
+    for _, content in _loose_contents(state):
+        values += content.values() if isinstance(content, dict) else content
+    return (value for value in values if isinstance(value, torch.Tensor))
+
+
 def _items(value: Any) -> Collection[Any]:
     """Return what a container or a tuple holds, if that may be searched."""
     if not isinstance(value, (*CONTAINERS, tuple)) or not 0 < len(value) <= _MANY:
@@ -133,9 +148,7 @@ class HookRecording:
         aliases: dict[int, Alias] = {}
         for owner in scope:
             states.append(ObjectState.of(owner))
-            for value in states[-1].values.values():
-                if not isinstance(value, torch.Tensor):
-                    continue
+            for value in _loose_in(states[-1]):
                 slot = slot_of(value)
                 if slot is not None:
                     aliases[id(value)] = Alias(slot)
@@ -254,6 +267,13 @@ class HookRecording:
         for name, value in state.values.items():
             if id(value) in special:
                 change.attributes[name] = special[id(value)]
+        for name, content in _loose_contents(state) if special else ():
+            if isinstance(content, dict):
+                found = {key: special[id(v)] for key, v in content.items() if id(v) in special}
+                if found:
+                    change.entries.setdefault(name, {}).update(found)
+            elif any(id(value) in special for value in content):
+                change.contents[name] = [special.get(id(value), value) for value in content]
         return None if change.empty else change
 
     def _before(self, slot: Slot) -> torch.Tensor | None:

@@ -561,6 +561,55 @@ def test_what_a_hook_keeps_in_containers_is_made_anew(commit, kind, plans):
     assert len(bench.model.layers[0].made) <= 2
 
 
+HOLDING = {
+    "dict": (lambda tensor: {"it": tensor}, lambda kept: kept["it"]),
+    "list": (lambda tensor: [tensor], lambda kept: kept[0]),
+    "OrderedDict": (lambda tensor: collections.OrderedDict(it=tensor), lambda kept: kept["it"]),
+    "deque": (lambda tensor: collections.deque([tensor]), lambda kept: kept[0]),
+    "list in a dict": (lambda tensor: {"it": [tensor]}, lambda kept: kept["it"][0]),
+    "namespace": (lambda tensor: types.SimpleNamespace(it=tensor), lambda kept: kept.it),
+}
+
+
+class ReadsItself(Processed):
+    """Finds its weight in a container and packs it; so its weight is another tensor then."""
+
+    def __init__(self, kind):
+        super().__init__()
+        make, self.inside = HOLDING[kind]
+        self.kept = make(self.weight)
+
+    def process_weights_after_loading(self):
+        self.doubled = self.inside(self.kept).detach() * 2
+        self.weight = nn.Parameter(self.weight.detach().t().contiguous(), requires_grad=False)
+
+    def forward(self, x):
+        return torch.tanh(x @ self.doubled + x @ self.weight)
+
+
+class WritesInside(Processed):
+    """Multiplies a tensor in a container by its weight, in place."""
+
+    def __init__(self, kind):
+        super().__init__()
+        make, self.inside = HOLDING[kind]
+        self.kept = make(torch.full((WIDTH, WIDTH), 2.0))
+
+    def process_weights_after_loading(self):
+        self.inside(self.kept).mul_(self.weight)
+
+    def forward(self, x):
+        return torch.tanh(x @ self.inside(self.kept))
+
+
+@pytest.mark.parametrize("layer", [ReadsItself, WritesInside])
+@pytest.mark.parametrize("kind", HOLDING)
+@each_commit
+def test_hooks_find_tensors_in_containers_as_they_were(commit, kind, layer):
+    """A weight is the new one there too, and what is written in place has its value from before."""
+    check_reloads(lambda: ToyModel(layer(kind), Linear()), options={"commit": commit})
+
+
 class Hooked(Processed):
     """Registers a forward hook, unless one was registered by the constructor; then it removes that."""
 
