@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from weightload.entries import Entry
-from weightload.errors import WeightMismatchError
+from weightload.errors import UnsupportedError, WeightMismatchError
 from weightload.intake import Intake
+from weightload.storage import NOT_QUANTIZED, QUANTIZED
 from weightload.values import finite, wide_floats
 
 __all__ = ["check_copy"]
@@ -33,7 +34,16 @@ def check_copy(
 
     Raises:
         WeightMismatchError: the value would be broadcast, or cast where it must not.
+        UnsupportedError: what is copied, or what it is copied to, is a quantized tensor of torch.
     """
+    if source.is_quantized or target.is_quantized:
+        brought = "A tensor" if name is None else repr(name)
+        raise UnsupportedError(
+            f"{brought} brings {source.dtype} for {entry.names[0]!r}, which holds {target.dtype}: "
+            f"{QUANTIZED}. {NOT_QUANTIZED}",
+            name=name,
+            parameter=entry.names[0],
+        )
     if source.dtype != target.dtype:
         _check_cast(intake, name, entry, target, source, initial=initial)
     if source.numel() == target.numel():

@@ -19,7 +19,7 @@ from weightload.births import Births, Room
 from weightload.commit import CommitCount, CommitPlan, plan_commit
 from weightload.derived import Reconciliation
 from weightload.entries import Entry, join
-from weightload.errors import ProcessingError, StorageChangedError, name_some
+from weightload.errors import ProcessingError, StorageChangedError, UnsupportedError, name_some
 from weightload.pairs import same_bits
 from weightload.pieces import Pieces, Trial
 from weightload.record import (
@@ -36,7 +36,15 @@ from weightload.record import (
 )
 from weightload.registry import Convert, ModuleRule, Role
 from weightload.staging import Area, Staging
-from weightload.storage import extent_of, inner_tensors, look_of, make_twins, storage_key
+from weightload.storage import (
+    NOT_QUANTIZED,
+    QUANTIZED,
+    extent_of,
+    inner_tensors,
+    look_of,
+    make_twins,
+    storage_key,
+)
 
 __all__ = ["Hook", "Unit"]
 
@@ -224,7 +232,11 @@ class Unit:
 
         Returns:
             The twin and its staging for each slot, by module id, section and name.
+
+        Raises:
+            UnsupportedError: a parameter or buffer is a quantized tensor of torch.
         """
+        self._refuse_quantized()
         owners: dict[int, Any] = {id(module): module for module in self.modules.values()}
         owners.update((id(change.owner), change.owner) for change in self.changes)
         self._live = [ObjectState.of(owner) for owner in owners.values()]
@@ -245,6 +257,19 @@ class Unit:
             vars(module)[slot.section][slot.name] = twin
             placed[id(module), slot.section, slot.name] = (twin, staging)
         return placed
+
+    def _refuse_quantized(self) -> None:
+        found = [
+            join(name, key)
+            for name, module in self.modules.items()
+            for _, key, tensor in slots_of(module)
+            if tensor.is_quantized
+        ]
+        if found:
+            raise UnsupportedError(
+                f"No new value can be copied into {name_some(found)}: {QUANTIZED}. {NOT_QUANTIZED}",
+                parameters=found[:10],
+            )
 
     @property
     def loose(self) -> dict[int, torch.Tensor]:

@@ -19,6 +19,8 @@ from weightload.errors import UnsupportedError
 from weightload.ledger import Region
 
 __all__ = [
+    "NOT_QUANTIZED",
+    "QUANTIZED",
     "Fingerprint",
     "Look",
     "TensorSpec",
@@ -35,6 +37,10 @@ __all__ = [
 
 Tensor = torch.Tensor
 _FLATTEN = "__tensor_flatten__"
+QUANTIZED = (
+    "a quantized tensor of torch has scales inside that no copy of its elements brings along"
+)
+NOT_QUANTIZED = "Keep integers and scales in tensors of their own."
 _SPARSE = {
     torch.sparse_coo: ("_indices", "_values"),
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
@@ -172,6 +178,8 @@ class Fingerprint:
 
 def describe_change(live: Tensor, new: Tensor) -> str | None:
     """Say why the value of ``new`` cannot be copied into ``live``, or return ``None``."""
+    if live is not new and (live.is_quantized or new.is_quantized):
+        return QUANTIZED
     for name in ("shape", "dtype", "device", "layout"):
         before, after = getattr(live, name), getattr(new, name)
         if before != after:
@@ -232,7 +240,17 @@ class TensorSpec:
 
     @classmethod
     def of(cls, tensor: Tensor, group: int | None = None) -> TensorSpec:
-        """Take the spec of ``tensor``, in a group of its own unless one is given."""
+        """Take the spec of ``tensor``, in a group of its own unless one is given.
+
+        Raises:
+            UnsupportedError: it is a quantized tensor of torch.
+        """
+        if tensor.is_quantized:
+            raise UnsupportedError(
+                f"A parameter or buffer of {tensor.dtype} and shape {tuple(tensor.shape)} cannot "
+                f"be loaded: {QUANTIZED}. {NOT_QUANTIZED}",
+                dtype=str(tensor.dtype),
+            )
         return cls(
             cls=type(tensor),
             attributes={

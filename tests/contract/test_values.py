@@ -10,6 +10,8 @@ from weightload import (
     ModuleRule,
     Role,
     SessionState,
+    StorageChangedError,
+    UnsupportedError,
     WeightLoadSession,
     WeightMismatchError,
 )
@@ -297,3 +299,92 @@ def test_values_of_names_that_were_tied_are_still_those_of_each_other(one, two, 
         return
     with pytest.raises(WeightMismatchError, match=r"'two' filled 'two'"):
         session.finish()
+
+
+# ------------------------------------------------------------------------------ quantized tensors
+
+each_commit = pytest.mark.parametrize("commit", ["stream", "atomic"])
+quantized = pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+PER = {
+    "tensor": lambda t: torch.quantize_per_tensor(t, float(t.abs().max()) / 127, 0, torch.qint8),
+    "channel": lambda t: torch.quantize_per_channel(
+        t, t.abs().amax(1) / 127, torch.zeros(len(t), dtype=torch.int64), 0, torch.qint8
+    ),
+}
+each_scheme = pytest.mark.parametrize("per", PER)
+
+
+class Quantizing(nn.Module):
+    """Its hook makes a quantized tensor of torch: the parameter, or one beside it."""
+
+    def __init__(self, per, name):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4), requires_grad=False)
+        self.per, self.name = PER[per], name
+
+    def process_weights_after_loading(self):
+        made = self.per(self.weight.detach())
+        setattr(self, self.name, nn.Parameter(made, False) if self.name == "weight" else made)
+
+
+@quantized
+@each_scheme
+@each_commit
+def test_a_quantized_parameter_that_a_hook_makes_is_refused(commit, per):
+    """A copy would bring its integers and leave the old scale; the other layers stay as well."""
+    model = nn.Sequential(nn.Linear(4, 4), Quantizing(per, "weight"))
+    first = {"0.weight": torch.randn(4, 4), "0.bias": torch.randn(4), "1.weight": torch.ones(4, 4)}
+    with WeightLoadSession(model, framework=with_hooks(Quantizing)) as session:
+        session.load(first)
+    session = WeightLoadSession(model, commit=commit, verify="full")
+    with pytest.raises(UnsupportedError, match=r"into 1\.weight: a quantized tensor"):
+        session.prepare()
+    assert session.state is SessionState.ABORTED
+    assert identical(model[0].weight, first["0.weight"])
+    assert torch.equal(model[1].weight.dequantize(), PER[per](first["1.weight"]).dequantize())
+
+
+@quantized
+@each_scheme
+@each_commit
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_quantized_tensor_that_a_hook_makes_beside_is_made_anew(commit, per, strict):
+    model = nn.Sequential(Quantizing(per, "packed"))
+    with WeightLoadSession(model, framework=with_hooks(Quantizing)) as session:
+        session.load({"0.weight": torch.ones(4, 4)})
+    for number in (2, 3):
+        weight = torch.randn(4, 4) * number
+        session = WeightLoadSession(model, commit=commit, strict=strict, verify="full")
+        session.prepare()
+        if strict:
+            with pytest.raises(StorageChangedError, match=r"0\.packed: a quantized tensor"):
+                _finished(session, {"0.weight": weight})
+            return
+        _finished(session, {"0.weight": weight})
+        assert torch.equal(model[0].packed.dequantize(), PER[per](weight).dequantize())
+
+
+def _finished(session, state):
+    session.load(state)
+    session.finish()
+
+
+@quantized
+@each_scheme
+@each_commit
+def test_a_quantized_parameter_that_a_checkpoint_is_to_fill_is_refused(commit, per):
+    """Of what its own loader copies there, the scale would be lost, whatever it is made of."""
+    loads = {"float": lambda t: t, "quantized": PER[per]}
+    for brought in loads.values():
+        model = nn.Sequential(nn.Linear(4, 4))
+        model[0].weight = nn.Parameter(PER[per](torch.ones(4, 4)), requires_grad=False)
+        model[0].weight.weight_loader = lambda place, t, f=brought: place.data.copy_(f(t))
+        session = WeightLoadSession(model, commit=commit)
+        with pytest.raises(UnsupportedError, match="a quantized tensor of torch has scales"):
+            _loaded(session, {"0.weight": torch.randn(4, 4), "0.bias": torch.randn(4)})
+        assert session.state.terminal
+
+
+def _loaded(session, state):
+    with session:
+        session.load(state)

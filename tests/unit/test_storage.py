@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from weightload.errors import UnsupportedError
 from weightload.storage import (
     Fingerprint,
     TensorSpec,
@@ -97,6 +98,18 @@ def test_a_tensor_that_went_to_meta_differs():
 )
 def test_a_new_value_fits_if_it_can_be_copied_as_it_is(live, new, said):
     assert describe_change(live, new) == said
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_a_quantized_tensor_fits_nothing_but_itself():
+    """What is copied into it through a view brings its integers and leaves its scale."""
+    plain = torch.ones(2)
+    one, two = (torch.quantize_per_tensor(plain, scale, 0, torch.qint8) for scale in (0.1, 0.2))
+    for live, new in ((one, two), (one, plain), (plain, one), (one, one.clone())):
+        assert describe_change(live, new).startswith("a quantized tensor of torch has scales")
+    assert describe_change(one, one) is None
+    with pytest.raises(UnsupportedError, match=r"torch\.qint8 and shape \(2,\)"):
+        TensorSpec.of(one)
 
 
 # ------------------------------------------------------------------------------ twins
