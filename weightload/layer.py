@@ -243,6 +243,7 @@ class Unit:
         copies: dict[int, torch.Tensor] = {}
         for change in reversed(self.changes):
             change.undo(copies)
+        self._keep_views(copies)
         twins = make_twins([slot.spec for _, slot in self.slots])
         self._dressed = {id(twin): dict(vars(twin)) for twin in twins}
         placed: dict[tuple[int, str, str], tuple[torch.Tensor, Staging]] = {}
@@ -257,6 +258,30 @@ class Unit:
             vars(module)[slot.section][slot.name] = twin
             placed[id(module), slot.section, slot.name] = (twin, staging)
         return placed
+
+    def _keep_views(self, copies: Mapping[int, torch.Tensor]) -> None:
+        """Keep live views of what is staged, instead of copies of what they showed before a hook.
+
+        They show the new value with the commit. A hook that used one would have the old value.
+        """
+        copied = {id(copy) for copy in copies.values()}
+        slots = {(id(module), slot.section, slot.name) for module, slot in self.slots}
+        staged = {
+            storage_key(tensor)
+            for state, section in (self._sections() if copied else ())
+            for name, tensor in state.contents[section].items()
+            if tensor is not None and (id(state.owner), section, name) in slots
+        } - {None}
+        for state in self._live if staged else ():
+            mine = vars(state.owner)
+            held = [(mine, state.values), *((mine.get(n), c) for n, c in state.contents.items())]
+            for holder, before in held:
+                now = dict(_items(holder))
+                for key, value in _items(before):
+                    if not isinstance(value, torch.Tensor) or id(now.get(key)) not in copied:
+                        continue
+                    if storage_key(value) in staged:
+                        _put_item(holder, key, value)
 
     def _refuse_quantized(self) -> None:
         found = [
