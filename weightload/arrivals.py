@@ -20,6 +20,7 @@ from weightload.intake import Intake
 from weightload.layer import Unit
 from weightload.ledger import Region, full_region, meet, without
 from weightload.observer import Watched, WriteObserver
+from weightload.pairs import same_values
 from weightload.pool import Pool
 from weightload.record import StagedSlot, make_record, slots_of
 from weightload.staging import Staging
@@ -192,7 +193,7 @@ class Arrivals:
             entry.shared.winner[region] = name
             entry.shared.names |= {one for one in (name, other) if one is not None}
         elif other is not None and not self._may_follow(entry, name, other):
-            if source is not None and torch.equal(target, source.to(target)):
+            if source is not None and same_values(target, source.to(target)):
                 return False
             raise DuplicateWeightError(
                 f"{name!r} and {other!r} both fill {entry.names[0]!r} "

@@ -155,15 +155,28 @@ def _gaps_of(
             return gaps_outside(known, section, name, tensor.shape, wanted)
     gaps = None if record is None else record.gaps.get((section, name))
     if gaps is None and load.intake.manifest is not None:
-        new = record is None and isinstance(tensor, nn.Parameter)
-        if new and load.framework.requires_all:
-            return None  # the module was added since, and this is its first load
+        if record is None and isinstance(tensor, nn.Parameter) and _was_added(load, module):
+            return None
         gaps = [full_region(tensor.shape)]
     if wanted is None or record is None or not gaps:
         return gaps
     sources = record.sources.get((section, name), {})
     promised = [region for region, source in sources.items() if source in wanted]
     return without(tensor.shape, gaps, promised)
+
+
+def _was_added(load: Load, module: nn.Module) -> bool:
+    """Whether a module that no load knows is part of the model, and not what a hook made of it.
+
+    What hooks have made is out of its place now, with all that is inside.
+    """
+    path = next(name for name, other in load.modules.items() if other is module)
+    here = ""
+    for part in path.split(".") if path else ():
+        parent, here = load.modules.get(here), join(here, part)
+        if parent is not None and parent._modules.get(part) is not load.modules.get(here):
+            return False
+    return load.framework.requires_all
 
 
 def _shared_of(load: Load, record: ModuleRecord | None, section: str, name: str) -> SharedRegions:

@@ -7,14 +7,27 @@ import pytest
 import torch
 
 from weightload import (
+    Framework,
     IncompleteLoadError,
+    ModuleRegistry,
+    ModuleRule,
+    Role,
     Scope,
     UnexpectedWeightError,
     WeightLoadSession,
     poison_of,
     weights_version,
 )
-from weightload.testing import TOYS, Bench, Kept, LoadingModel, fresh, identical, layers
+from weightload.testing import (
+    TOYS,
+    Bench,
+    Kept,
+    LoadingModel,
+    fresh,
+    identical,
+    layers,
+    make_state,
+)
 from weightload.testing.layers import WIDTH, RepackedLinear, parameter
 
 COMMITS = ("stream", "atomic")
@@ -300,3 +313,37 @@ def test_a_module_that_was_added_has_to_be_loaded_like_the_others(plans, commit)
     with pytest.raises(IncompleteLoadError, match=r"b\.weight, c\.weight"):
         load()
     load(b=9.0, c=10.0)
+
+
+class Unfolding(torch.nn.Module):
+    """Its hook makes the modules that it computes with."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = parameter(WIDTH, WIDTH)
+
+    def process_weights_after_loading(self):
+        inner = layers.Linear()
+        inner.weight.data.copy_(self.weight.detach().t())
+        self.kernel = torch.nn.Sequential(inner)
+
+    def forward(self, x):
+        return self.kernel(x)
+
+
+@pytest.mark.parametrize("plans", [False, True])
+@pytest.mark.parametrize("commit", COMMITS)
+def test_modules_that_a_hook_makes_are_not_waited_for(plans, commit):
+    registry = ModuleRegistry()
+    registry.register(Unfolding, ModuleRule(role=Role.QUANT, process=_process))
+    model, framework = LoadingModel(layers.Linear(), Unfolding()), Framework(registry)
+    for seed in range(5):
+        state = make_state(lambda: LoadingModel(layers.Linear(), Unfolding()), seed)
+        options = {} if seed else {"framework": framework}
+        with WeightLoadSession(model, commit=commit, plans=plans, **options) as session:
+            session.load(state)
+        assert torch.equal(model.layers[1].kernel[0].weight, state["layers.1.weight"].t())
+
+
+def _process(module):
+    module.process_weights_after_loading()
