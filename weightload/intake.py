@@ -56,7 +56,8 @@ class Intake:
         casts: names of tensors that were stored in another dtype.
         broadcast: names of tensors that a loader spread over a larger place.
         unclaimed: tensors that filled something in the load that made the model, and nothing now.
-        computed: places that got values of which nobody knows from how many tensors they were made.
+        computed: places that got values which a loader made of the tensor in its hands, and perhaps
+            of others.
         dropped: names that came, and that the scope allows to drop.
         optional: names that have come before, and that a load may leave out all the same.
         announced: names that are new to the model and will come, of which nobody knows the places.
@@ -360,7 +361,8 @@ class Intake:
 
     def consumed(self, name: str | None, place: str, source: torch.Tensor | None) -> None:
         """Note that the tensor of that name filled something in the tensor called ``place``."""
-        if source is None or storage_key(source) not in self._hands.places:
+        lent = source is not None and storage_key(source) in self._hands.places
+        if name is not None and not lent:
             self.computed.add(place)
         if name is not None and not self.seen[name].consumed:
             self.seen[name] = attrs.evolve(self.seen[name], consumed=True, place=place)
