@@ -98,7 +98,8 @@ class Guards:
 def too_late(load: Load, parameter: str) -> DuplicateWeightError | UnexpectedWeightError:
     """Return the error about something that arrives for a tensor which is done."""
     name, manifest = (load.trial or load.intake).current, load.intake.manifest
-    if manifest is not None and name is not None and name not in manifest:
+    came = any(parameter in entry.names and entry.touched for entry in load.entries)
+    if not came and manifest is not None and name is not None and name not in manifest:
         return UnexpectedWeightError(
             f"{name!r} arrived after {parameter!r} was complete and processed: the load before had "
             f"no such name, so nothing waited for it. Send it before the rest of its layer, send "
