@@ -126,6 +126,7 @@ class Bundle:
         names: theirs, in the order in which they come; no name twice.
         shapes: theirs.
         dtypes: theirs.
+        sizes: theirs, in bytes.
         portions: what has to be done for them.
         threads: whether large runs were left to several threads.
         pieced: the tensors that are processed in pieces, by qualified name.
@@ -134,6 +135,7 @@ class Bundle:
     names: tuple[str, ...]
     shapes: list[torch.Size]
     dtypes: list[torch.dtype]
+    sizes: list[int]
     portions: list[Portion]
     threads: bool
     pieced: Mapping[str, Pieced]
@@ -165,6 +167,7 @@ class Bundle:
             names=names,
             shapes=[route.shape for route in known],
             dtypes=[route.dtype for route in known],
+            sizes=[route.nbytes for route in known],
             portions=_Cutter(names, known, recorded, owners, pieced, threads).portions(),
             threads=threads,
             pieced=pieced,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
-from operator import add, attrgetter, ge
+from operator import add, ge
 from typing import Any
 
 import attrs
@@ -252,7 +252,7 @@ class Quick:
             How many were taken, the first ones; none if one of them does not fit.
         """
         bundle = self.bundle(names)
-        if bundle is not None and bundle.fits(tensors) and self._apart(tensors):
+        if bundle is not None and bundle.fits(tensors) and self._apart(tensors, bundle.sizes):
             portions = bundle.portions
         elif self._all_fit(names, tensors):
             portions = [Portion(0, len(names))]
@@ -287,15 +287,13 @@ class Quick:
                 self.tell()
         return portion.stop
 
-    def _apart(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether contiguous tensors have memory for all that they hold, none of it the model's."""
+    def _apart(self, tensors: Sequence[torch.Tensor], sizes: list[int]) -> bool:
+        """Whether tensors of these sizes have memory for all that they hold, none of it the model's."""
         storages = [*map(torch.Tensor.untyped_storage, tensors)]
         starts = [*map(torch.UntypedStorage.data_ptr, storages)]
-        if not self.body.live.isdisjoint(starts):
-            return False
         ends = map(add, starts, map(torch.UntypedStorage.nbytes, storages))
-        needed = map(add, map(torch.Tensor.data_ptr, tensors), map(attrgetter("nbytes"), tensors))
-        return all(map(ge, ends, needed))
+        needed = map(add, map(torch.Tensor.data_ptr, tensors), sizes)
+        return self.body.live.isdisjoint(starts) and all(map(ge, ends, needed))
 
     def _all_fit(self, names: Sequence[Any], tensors: Sequence[Any]) -> bool:
         pairs = zip(names, tensors, strict=True)
