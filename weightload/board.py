@@ -300,7 +300,7 @@ class Board:
         for entry in (*unit.entries, *unit.reads):
             if entry in absent or entry.staging is None or entry.ledger.touched:
                 continue
-            if self._load.keeps_optional(entry):
+            if 0 in entry.ledger.shape or self._load.keeps_optional(entry):
                 continue
             if entry.packed:
                 if entry.awaited:

@@ -347,3 +347,14 @@ def test_modules_that_a_hook_makes_are_not_waited_for(plans, commit):
 
 def _process(module):
     module.process_weights_after_loading()
+
+
+def test_a_layer_with_parts_without_elements_may_stay_away_as_a_whole():
+    """By the names of its sources, as a caller knows them."""
+    bench = Bench(TOYS["hollow"])
+    bench.reload(bench.state(2))
+    names = [name for name in bench.state(2) if name.startswith("layers.0.")]
+    with bench.session(scope=Scope.full(allow_missing=names)) as session:
+        session.load({n: one for n, one in bench.state(3).items() if n not in names})
+    bench.serves = {**bench.state(3), **{name: bench.state(2)[name] for name in names}}
+    bench.check_finished(session)
