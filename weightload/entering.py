@@ -170,13 +170,15 @@ def _was_added(load: Load, module: nn.Module) -> bool:
 
     What hooks have made is out of its place now, with all that is inside.
     """
+    if not load.framework.requires_all:
+        return False
     path = next(name for name, other in load.modules.items() if other is module)
     here = ""
     for part in path.split(".") if path else ():
         parent, here = load.modules.get(here), join(here, part)
         if parent is not None and parent._modules.get(part) is not load.modules.get(here):
             return False
-    return load.framework.requires_all
+    return True
 
 
 def _shared_of(load: Load, record: ModuleRecord | None, section: str, name: str) -> SharedRegions:

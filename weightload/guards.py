@@ -101,9 +101,9 @@ def too_late(load: Load, parameter: str) -> DuplicateWeightError | UnexpectedWei
     came = any(parameter in entry.names and entry.touched for entry in load.entries)
     if not came and manifest is not None and name is not None and name not in manifest:
         return UnexpectedWeightError(
-            f"{name!r} arrived after {parameter!r} was complete and processed: the load before had "
-            f"no such name, so nothing waited for it. Send it before the rest of its layer, send "
-            f"everything in one mapping, or use commit='atomic'.",
+            f"{name!r} arrived after what reads {parameter!r} was processed: no load before had "
+            f"brought that name, so nothing waited for it. Send it before the rest of its layer, send "
+            f"everything in one mapping, announce it with check(), or use commit='atomic'.",
             name=name,
             parameter=parameter,
         )

@@ -185,7 +185,8 @@ class Body:
         # enough to compare addresses at the end, and safe to write to them.
         with torch._C.DisableTorchFunctionSubclass():
             self._storages = [*map(_Tensor.untyped_storage, self.tensors)]
-        self.live = frozenset(map(torch.UntypedStorage.data_ptr, self._storages))
+        # Those without elements have no memory that a source could lie in.
+        self.live = frozenset(map(torch.UntypedStorage.data_ptr, self._storages)) - {0}
         self._facts = _facts_of(self.tensors, self.skeleton.forms.shapes)
         self.addresses = self._facts[0]
 
